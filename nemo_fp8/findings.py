@@ -196,6 +196,16 @@ RULES: dict[str, Problem] = {
         "Only FP16 needs its loss scaled: BF16 and FP32 have the same exponent range.",
         "Leave {field} out, or set compute='fp16'.",
     ),
+    "ignored-dynamic-loss-scale": warning(
+        "{field}={value!r} does nothing with loss_scale={loss_scale!r}.",
+        "Only a dynamic loss scale begins, ends and moves.",
+        "Leave {field} out, or set loss_scale=None.",
+    ),
+    "ignored-setting": warning(
+        "{field}={value!r} does nothing in this contract.",
+        "Training and rollout store every operand as they would without it.",
+        "Leave {field} out, or set what it is about: `nemo_fp8.Precision` describes each field.",
+    ),
     "ignored-rollout": warning(
         "{field}={value!r} does nothing with rollout='compute'.",
         "Generation runs in the compute dtype, which has no blocks, scales or FP8 kernels.",
@@ -213,7 +223,7 @@ RULES: dict[str, Problem] = {
         "Leave {field} out, or set format and scaling.",
     ),
     "ignored-layers": warning(
-        "first_layers={first}, last_layers={last} keep nothing: neither training nor rollout is in FP8.",
+        "{kept} keep nothing: neither training nor rollout is in FP8.",
         "Every layer is in the compute dtype as it is.",
         "Leave them out, or set format and scaling.",
     ),
@@ -700,6 +710,11 @@ RULES: dict[str, Problem] = {
         "says of a part of them by name holds for all of them in the rollout, and in training for this part.",
         "Name all of them ('*.experts.*'), or none ('*.mlp.linear_fc1' means a dense model's alone).",
     ),
+    "sides-attention": warning(
+        "Training attends in FP8, the rollout in {compute}{beside}.",
+        "Training rounds queries, keys, values and probabilities, by scales of its own tensors, which no rollout has.",
+        "Set attention=False and multi_head_attention=False, or correct for it (importance_sampling=True).",
+    ),
     "sides-kv-cache": warning(
         "The rollout keeps its KV cache in FP8, training attends in {compute}.",
         "Attention reads rounded keys and values on one side only.",
@@ -756,7 +771,8 @@ RULES: dict[str, Problem] = {
     # ------------------------------------------------------------ what the engine computes, and what it holds
     "gate-nan": error(
         "{count} of the rollout's log-probs are NaN.",
-        "An FP8 engine with scales that are missing, zero or NaN answers so.",
+        "An FP8 engine with scales that are missing, zero or NaN answers so. In JSON lines, so does a null where the "
+        "trainer has a number.",
         "Push the weights again with verify=True, and require the receipt.",
     ),
     "gate-limit": error(

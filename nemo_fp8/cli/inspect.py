@@ -116,6 +116,7 @@ def _print(inspection: Inspection, advice: list[Advice]) -> None:
         ("quantized already", f"{dequantized}, dequantized first" if dequantized else ""),
         ("not quantized", ", ".join(f"{count} {role}" for role, count in skipped.items())),
         ("not read", inspection.packed_words()),
+        ("not in the index", inspection.unlisted_words()),
         ("NaN or inf", inspection.not_finite_words()),
         ("read", f"{inspection.bytes / 1e6:,.0f} MB in {inspection.seconds:.1f} s"),
     ]

@@ -81,6 +81,15 @@ def mismatch(
             "The weights are the trainer's, and the contract says how the engine quantizes them.",
             "Give both, or neither for the metrics alone.",
         )
+    given = {"--held": held and model is None, "--previous": previous and held is None}
+    for option, alone in given.items():
+        if alone:
+            needs = "--model and --precision" if option == "--held" else "--held"
+            raise PrecisionError(
+                f"{option} without {needs}.",
+                "What an engine holds is compared with the trainer's weights, under the contract.",
+                f"Give {needs}, too, or leave {option} out.",
+            )
     if html is not None:
         require_report(html)
 
@@ -127,12 +136,26 @@ def _predict(recording: Recording, model: Path, contract: Any, activations: bool
             "A band is predicted by running the trainer's model on them.",
             "Add tokens, [sequences, tokens], to the file; or leave --model out for the metrics alone.",
         )
+    _require_device(device)
     folder = Folder(model, device)
     config = folder.config()
     with step_bar("emulate", 3 * int(config.get("num_hidden_layers", 0))) as advance:
         tokens = recording.tokens.to(device)
         mask = recording.mask.to(device) if recording.mask is not None else None
         return predict(config, folder, tokens, contract, mask=mask, activations=activations, progress=advance).cpu()
+
+
+def _require_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise PrecisionError(
+            f"--device {device} cannot be used.",
+            f"{str(error).splitlines()[0]}.",
+            "Give cpu, or a device that is here.",
+        ) from error
 
 
 def _judge(

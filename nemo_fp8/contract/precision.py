@@ -327,7 +327,7 @@ class Precision:
 
     def rule_of(self, names: Iterable[str]) -> tuple[str, str] | None:
         """Return the first rule of ``modules`` whose pattern matches one of a module's names; None if there is none."""
-        known = tuple(names)
+        known = (names,) if isinstance(names, str) else tuple(names)
         return next((rule for rule in self.modules if any(_matches(rule[0], name) for name in known)), None)
 
     def of(self, names: Iterable[str]) -> Precision:
@@ -379,6 +379,8 @@ class Precision:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Precision:
         """Make a contract from some or all of its fields. Raises PrecisionError if a name is no field."""
+        if not isinstance(values, Mapping):
+            raise PrecisionError(f"{values!r} is no contract.", "It is fields by name.", "Give what to_dict() returns.")
         _refuse_unknown(values)
         return cls(**values)
 

@@ -48,8 +48,13 @@ class Destination:
             raise PrecisionError(
                 f"{self.folder} is no folder.", "A checkpoint is several files.", "Give the name of a new folder."
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.folder, os.O_RDONLY)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise PrecisionError(
+                f"Cannot write into {self.folder}.", f"{error}.", "Give the name of a folder that can be made."
+            ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield

@@ -65,8 +65,8 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all log-probabilities are equal bit for bit."""
-        return self.differing == 0
+        """Whether all log-probabilities are equal bit for bit, and there are any."""
+        return self.compared > 0 == self.differing
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

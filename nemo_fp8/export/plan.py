@@ -115,7 +115,7 @@ class Plan:
         _require_writable(precision)
         model = _text_model(source.config)
         shapes = {name: about.shape for name, about in source.tensors.items()}
-        selection = select(shapes, precision, layers=model.get("num_hidden_layers"), kv_rows=_kv_rows(model))
+        selection = select(shapes, precision, layers=_size(model, "num_hidden_layers"), kv_rows=_kv_rows(model))
         require_quantizable(source, sorted(selection.quantized))
         if precision.rolls_out_quantized and not selection.quantized:
             raise PrecisionError(
@@ -247,10 +247,19 @@ def _text_model(config: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _kv_rows(model: dict[str, Any]) -> int | None:
-    heads = model.get("num_attention_heads")
-    if not heads or "hidden_size" not in model:
+    heads, hidden = _size(model, "num_attention_heads"), _size(model, "hidden_size")
+    if not heads or not hidden:
         return None
-    return int(model.get("num_key_value_heads") or heads) * int(model.get("head_dim") or model["hidden_size"] // heads)
+    return (_size(model, "num_key_value_heads") or heads) * (_size(model, "head_dim") or hidden // heads)
+
+
+def _size(model: dict[str, Any], name: str) -> int | None:
+    size = model.get(name)
+    if isinstance(size, int | None):
+        return size
+    raise PrecisionError(
+        f"{name} in config.json is {size!r}.", "It is one whole number.", "Copy or download the folder again."
+    )
 
 
 def _why_nothing(selection: Selection) -> str:

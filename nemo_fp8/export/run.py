@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.codings import CODES, Encoded, in_compute
 from nemo_fp8.export.folder import Destination, _text
@@ -65,13 +66,14 @@ class Exported:
 def export(
     source: Source,
     destination: str | Path,
-    precision: Precision,
+    precision: Precision | str,
     *,
     layout: str | None = None,
     restart: bool = False,
     progress: Callable[[int], Progress] | None = None,
 ) -> Exported:
-    """Write a checkpoint as ``precision`` says. An export that was killed resumes; a complete one is left as it is.
+    """Write a checkpoint as ``precision`` says, a contract or the name of one. An export that was killed resumes; a
+    complete one is left as it is.
 
     ``restart`` deletes an earlier export first. ``progress`` is called with the number of bytes to read, and returns a
     function that is called as bytes are done.
@@ -79,7 +81,7 @@ def export(
     Raises PrecisionError if the plan is impossible, the folder cannot be used, or the source changes meanwhile.
     """
     began = time.monotonic()
-    plan = Plan.of(source, precision, layout)
+    plan = Plan.of(source, given(precision), layout)
     target = Destination(destination)
     _require_apart(source, target.folder)
     with target.locked():

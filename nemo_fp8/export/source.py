@@ -20,7 +20,7 @@ import torch
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.export.codings import in_compute
-from nemo_fp8.storage.safetensors import CODES, SCALE_2, SCALES, VALUES, Checkpoint, Described, bytes_of
+from nemo_fp8.storage.safetensors import CODES, INDEX, SCALE_2, SCALES, VALUES, Checkpoint, Described, bytes_of
 
 RECEIPT = "nemo_fp8_export.json"
 # Weights in other formats, which would be a second model in the same folder.
@@ -145,6 +145,10 @@ class HuggingFace:
                 "There is no config.json beside the weights; what it should say of quantization lies in "
                 "nemo_fp8_export.json."
             )
+        if others := self._checkpoint.unlisted:
+            notes.append(
+                f"{len(others)} tensors in its files are left out, {others[0]} among them: {INDEX} does not list them."
+            )
         return notes
 
     @property
@@ -173,7 +177,10 @@ class HuggingFace:
 
     def identity(self) -> dict[str, Any]:
         files = [*self._files, *([self._folder / "config.json"] if self._config is not None else [])]
-        return {path.name: [(about := path.stat()).st_size, about.st_mtime_ns] for path in files}
+        return {
+            path.relative_to(self._folder).as_posix(): [(about := path.stat()).st_size, about.st_mtime_ns]
+            for path in files
+        }
 
     def _consumed(self) -> set[str]:
         """Return the names of the scales of weights that are FP8 already, which are no tensors of the source."""
@@ -226,7 +233,8 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
         raise PrecisionError(
             f"{path} holds no mapping.", "A model's config is one.", "Copy or download the folder again."
         )
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    quantization = config.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method not in (None, "fp8", "compressed-tensors", "modelopt"):
         raise PrecisionError(
             f"The source is quantized already, with {method!r}.",

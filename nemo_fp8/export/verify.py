@@ -17,7 +17,7 @@ codes of about one tile in twenty would double while their scale halves (see :mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,10 +179,21 @@ def _compare_weight(found: Certificate, plan: Plan, written: Checkpoint, name: s
 
 def _compare_copy(found: Certificate, plan: Plan, written: Checkpoint, name: str) -> None:
     found.copied += 1
-    theirs = plan.source.chunks(name)
-    for ours in written.chunks(name):
+    for ours, theirs in _side_by_side(written.chunks(name), plan.source.chunks(name)):
         found.copied_bytes += len(ours)
-        found.bytes_wrong += ours != next(theirs, None)
+        found.bytes_wrong += ours != theirs
+
+
+def _side_by_side(a: Iterator[memoryview], b: Iterator[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield two streams of bytes in parts of one length, wherever each is cut; what only one has, beside nothing."""
+    left, right = memoryview(b""), memoryview(b"")
+    while True:
+        left, right = left or next(a, left), right or next(b, right)
+        size = min(len(left), len(right)) or max(len(left), len(right))
+        if not size:
+            return
+        yield left[:size], right[:size]
+        left, right = left[size:], right[size:]
 
 
 def _require_planned(plan: Plan, written: Checkpoint) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.inspection.measure import Inspection, Row
 from nemo_fp8.models.selection import why_kept_by_name
 
@@ -87,10 +88,12 @@ class Advice:
 def advise(inspection: Inspection, label: str, snr: float | None = None) -> Advice:
     """Return what to keep under one recipe, so that no tensor in FP8 has an SNR below ``snr`` dB.
 
-    None stands for 10 dB less than the format gives: 20 dB for FP8, 10 dB for NVFP4.
+    None stands for 10 dB less than the format gives: 20 dB for FP8, 10 dB for NVFP4. Raises PrecisionError for NaN.
     """
     p, rows, layers = inspection.recipes[label], inspection.measured(), inspection.layers
     snr = (20.0 if p.is_fp8 else 10.0) if snr is None else snr
+    if math.isnan(snr):
+        raise PrecisionError("A threshold of nan dB.", "Nothing lies below it, or above.", "Give a number, such as 20.")
     running = [row for row in rows if label not in row.kept]
     below = [row for row in running if (loss := row.losses[label]).floor_db < snr and not loss.is_broken]
     failing, passing = {_unit(row) for row in below}, {_unit(row) for row in running}

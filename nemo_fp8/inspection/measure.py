@@ -26,6 +26,7 @@ __needs__ = require("numerics")
 import torch
 
 from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.inspection.loss import BLOCKS, Loss
 from nemo_fp8.models.names import Place, place
@@ -107,6 +108,8 @@ class Inspection:
     """The number of decoder layers."""
     bytes: int
     seconds: float
+    unlisted: tuple[str, ...] = ()
+    """Tensors in the files that the index does not list: no part of the checkpoint."""
 
     def measured(self, *operands: str) -> list[Row]:
         """Return the rows that were measured, of these operands or of all."""
@@ -136,6 +139,10 @@ class Inspection:
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({why})"
             for (_, why), names in kinds.items()
         )
+
+    def unlisted_words(self) -> str:
+        """Return one name of the tensors that the index leaves out, and how many there are."""
+        return f"{self.unlisted[0]} and {len(self.unlisted) - 1} more" if self.unlisted[1:] else "".join(self.unlisted)
 
     def dequantized_words(self) -> str:
         """Return how many weights were quantized already, by their format."""
@@ -170,6 +177,7 @@ class Inspection:
             "checkpoint": str(self.path),
             "layers": self.layers,
             "bytes": self.bytes,
+            "not_listed": list(self.unlisted),
             "seconds": round(self.seconds, 3),
             "precisions": {label: p.to_dict() for label, p in self.recipes.items()},
             "tensors": [row.to_dict() for row in self.rows],
@@ -178,19 +186,20 @@ class Inspection:
 
 def inspect_checkpoint(
     path: str | Path,
-    recipes: Mapping[str, Precision],
+    recipes: Mapping[str, Precision | str],
     *,
     activations: str | Path | None = None,
     progress: Callable[[int], Progress] | None = None,
 ) -> Inspection:
-    """Measure a checkpoint, and a file of captured activations, under each recipe.
+    """Measure a checkpoint, and a file of captured activations, under each recipe: a contract, or the name of one.
 
     ``progress`` is called once with the number of bytes to read. It returns a function that is called after each tensor
     with its bytes and its name.
 
     Raises PrecisionError if a recipe has no FP8, a file cannot be read, or there is nothing to measure in it.
     """
-    _require_fp8(recipes)
+    contracts = {label: given(recipe) for label, recipe in recipes.items()}
+    _require_fp8(contracts)
     checkpoint = Checkpoint.open(path)
     sources = [(checkpoint, rows := _weights(checkpoint))]
     if activations is not None:
@@ -206,13 +215,15 @@ def inspect_checkpoint(
     for source, found in sources:
         for row in found:
             if not row.skipped:
-                losses, turned = _measure(source, row, recipes)
-                kept = {label: why for label, p in recipes.items() if (why := _kept(p, row, layers, experts))}
+                losses, turned = _measure(source, row, contracts)
+                kept = {label: why for label, p in contracts.items() if (why := _kept(p, row, layers, experts))}
                 row = replace(row, losses=losses, transpositions=turned, kept=kept)
                 report(source.entries[row.name].bytes, row.name)
             measured.append(row)
         source.close()
-    inspection = Inspection(Path(path), dict(recipes), tuple(measured), layers, read, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    left_out = tuple(checkpoint.unlisted)
+    inspection = Inspection(Path(path), contracts, tuple(measured), layers, read, seconds, left_out)
     if not any(row.losses and row.operand == "weight" for row in measured):
         packed = inspection.packed_words()
         raise PrecisionError(

@@ -10,7 +10,8 @@ too, so its ``train_data_step*.jsonl`` can be read as they are:
     tokens        [sequences, tokens]   input_ids             needed to predict a band
 
 Trainer and rollout may come in two files; then each may call its log-probs ``log_probs``. In JSON lines sequences may
-differ in length, and null (for the first token, which nothing predicts) is masked out. Nothing is unpickled.
+differ in length, and where every side has null (for the first token, which nothing predicts) there is no token. A null
+on one side only is a log-prob that is missing: it counts as NaN, as NaN itself does. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.mismatch.logprobs import LogProbs
 from nemo_fp8.mismatch.weights import Held, told_by
 from nemo_fp8.models.shapes import read_config
-from nemo_fp8.storage.safetensors import CODES, Checkpoint
+from nemo_fp8.storage.safetensors import CODES, SCALE_2, SCALES, Checkpoint
 
 # A field of Recording -> the names that it may have in a file.
 NAMES = {
@@ -38,6 +39,7 @@ NAMES = {
     "tokens": ("tokens", "input_ids", "token_ids"),
 }
 _ONE_SIDE = ("log_probs", "logprobs")
+_GAPS = "no token"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,8 @@ class Recording:
     mask: torch.Tensor | None = None
     sample_mask: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
+    gaps: torch.Tensor | None = None
+    """[sequences, tokens]: where JSON lines have no token. They are out of the mask."""
 
     @classmethod
     def read(cls, path: str | Path, other: str | Path | None = None) -> Recording:
@@ -57,8 +61,8 @@ class Recording:
         Raises PrecisionError if a file cannot be read, lacks a side, or the two do not belong together.
         """
         if other is None:
-            return _both(cls(**_named(_load(Path(path)), path, "")), path)
-        first, second = (cls(**_named(_load(Path(p)), p, side)) for p, side in ((path, "trainer"), (other, "rollout")))
+            return _both(cls(**_named(_load(Path(path)), "")), path)
+        first, second = (cls(**_named(_load(Path(p)), side)) for p, side in ((path, "trainer"), (other, "rollout")))
         return _both(_joined(first, second, path, other), path)
 
     @property
@@ -74,8 +78,10 @@ class Recording:
 
     def not_numbers(self) -> int:
         """Return how many of the rollout's log-probs under the mask are NaN, a sign of broken scales."""
-        mask = torch.ones_like(self.sides[1], dtype=torch.bool) if self.mask is None else self.mask.bool()
-        return int((self.sides[1].isnan() & mask).sum())
+        rollout = self.sides[1]
+        some = torch.zeros(rollout.shape, dtype=torch.float64)
+        counted = LogProbs(some, some, self.mask, self.sample_mask).mask  # type: ignore[arg-type]
+        return int((rollout.isnan() & counted).sum())
 
     def some(self, sequences: int) -> Recording:
         """Return at most so many sequences, spread evenly over all of them."""
@@ -127,46 +133,48 @@ def _load_lines(path: Path) -> dict[str, torch.Tensor]:
         rows.append(row)
     if not rows:
         raise PrecisionError(f"{path.name} is empty.", "There is no sequence in it.", "Write one sequence a line.")
-    wanted = {name for names in NAMES.values() for name in names} | set(_ONE_SIDE)
+    sides = {*NAMES["trainer"], *NAMES["rollout"], *_ONE_SIDE}
+    wanted = sides.union(*NAMES.values())
+    names = dict.fromkeys(name for row in rows for name in row if name in wanted and row[name] is not None)
     try:
-        return {
-            name: _stack([row[name] for row in rows], name)
-            for name in rows[0]
-            if name in wanted and rows[0][name] is not None
-        }
+        for number, row in enumerate(rows, 1):
+            if len({len(row[name]) for name in names if isinstance(row[name], list)}) > 1:
+                raise ValueError(f"the lists of sequence {number} differ in length")
+        absent = [_padded([[x is None for x in row[n]] for row in rows], True, torch.bool) for n in names if n in sides]
+        gaps = {_GAPS: torch.stack(absent).all(0)} if absent else {}
+        return {name: _stack([row[name] for row in rows], name) for name in names} | gaps
     except (KeyError, TypeError, ValueError) as error:
         raise PrecisionError(
             f"{path.name} holds something that is no list of numbers, or not in every line.",
             f"{type(error).__name__}: {error}.",
-            "Every line has the same names, each a list with one number a token.",
+            "Every line has the same names, each a list with one number a token; nothing counts where all have null.",
         ) from error
 
 
 def _stack(rows: list[Any], name: str) -> torch.Tensor:
-    """Return lists of different lengths as one tensor, filled with 0 in masks and tokens and NaN in log-probs."""
-    whole = name in (*NAMES["mask"], *NAMES["sample_mask"], *NAMES["tokens"])
-    if not isinstance(rows[0], list):
-        return torch.tensor([float(row) for row in rows]) if name in NAMES["sample_mask"] else torch.tensor(rows)
+    """Return lists of different lengths as one tensor, filled with 0 in masks and tokens and NaN in log-probs; a sample
+    mask has one number a sequence."""
+    whole = name in (*NAMES["mask"], *NAMES["tokens"])
+    if name in NAMES["sample_mask"]:
+        return torch.tensor([float(row) for row in rows])
     filler = 0 if whole else float("nan")
+    numbers = [[filler if x is None else x for x in row] for row in rows]
+    return _padded(numbers, filler, torch.int64 if name in NAMES["tokens"] else torch.float64)
+
+
+def _padded(rows: list[list[Any]], filler: float, dtype: torch.dtype) -> torch.Tensor:
     longest = max(len(row) for row in rows)
-    padded = [[filler if x is None else x for x in row] + [filler] * (longest - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.int64 if name in NAMES["tokens"] else torch.float64)
+    return torch.tensor([row + [filler] * (longest - len(row)) for row in rows], dtype=dtype)
 
 
-def _named(found: Mapping[str, torch.Tensor], path: str | Path, side: str) -> dict[str, torch.Tensor]:
-    """Return the tensors under our names. In JSON lines, NaN marks places without a token; the mask excludes them."""
-    names = NAMES | ({side: (*NAMES[side], *_ONE_SIDE)} if side else {})
-    taken = {
+def _named(found: Mapping[str, torch.Tensor], side: str) -> dict[str, torch.Tensor]:
+    """Return the tensors under our names."""
+    names = NAMES | ({side: (*NAMES[side], *_ONE_SIDE)} if side else {}) | {"gaps": (_GAPS,)}
+    return {
         ours: found[theirs]
         for ours, theirs in ((o, next((t for t in ts if t in found), None)) for o, ts in names.items())
         if theirs
     }
-    if Path(path).suffix == ".safetensors":
-        return taken
-    gaps = [taken[side].isnan() for side in ("trainer", "rollout") if side in taken]
-    if gaps and (gap := torch.stack(gaps).all(0)).any():
-        taken["mask"] = taken.get("mask", torch.ones_like(gap, dtype=torch.float64)) * ~gap
-    return taken
 
 
 def _joined(first: Recording, second: Recording, path: str | Path, other: str | Path) -> Recording:
@@ -177,20 +185,31 @@ def _joined(first: Recording, second: Recording, path: str | Path, other: str | 
             "A difference of log-probs means something only where both sides speak of one token.",
             "Let the trainer compute log-probs of the tokens that the rollout sampled.",
         )
-    masks = [r.mask.bool() for r in (first, second) if r.mask is not None]
-    if len(masks) == 2 and masks[0].shape != masks[1].shape:
-        raise PrecisionError(
-            f"{path} and {other} have masks of shapes {tuple(masks[0].shape)} and {tuple(masks[1].shape)}.",
-            "Both sides must speak of the same tokens, position by position.",
-            "Pad both to one length.",
-        )
+    masks = {
+        name: _of_both(getattr(first, name), getattr(second, name), path, other) for name in ("mask", "sample_mask")
+    }
     return Recording(
         first.trainer,
         second.rollout,
-        masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None,
-        first.sample_mask if first.sample_mask is not None else second.sample_mask,
-        first.tokens if first.tokens is not None else second.tokens,
+        **masks,
+        tokens=first.tokens if first.tokens is not None else second.tokens,
+        gaps=None if first.gaps is None or second.gaps is None else _of_both(first.gaps, second.gaps, path, other),
     )
+
+
+def _of_both(
+    mine: torch.Tensor | None, theirs: torch.Tensor | None, path: str | Path, other: str | Path
+) -> torch.Tensor | None:
+    """Return the product of two masks, or the one that there is; raise PrecisionError if their shapes differ."""
+    if mine is None or theirs is None:
+        return theirs if mine is None else mine
+    if mine.shape != theirs.shape:
+        raise PrecisionError(
+            f"{path} and {other} have masks of shapes {tuple(mine.shape)} and {tuple(theirs.shape)}.",
+            "Both sides must speak of the same tokens, position by position.",
+            "Pad both to one length.",
+        )
+    return mine * theirs
 
 
 def _both(found: Recording, path: str | Path) -> Recording:
@@ -205,6 +224,9 @@ def _both(found: Recording, path: str | Path) -> Recording:
         name: t[None] if t is not None and t.dim() == 1 and name != "sample_mask" else t
         for name, t in vars(found).items()
     }
+    gaps, mask = tensors["gaps"], tensors["mask"]
+    if gaps is not None and gaps.any():
+        tensors["mask"] = ~gaps if mask is None else mask * ~gaps
     return replace(found, **tensors)
 
 
@@ -269,10 +291,29 @@ def read_held(path: str | Path) -> dict[str, Held]:
     checkpoint = Checkpoint.open(path)
     found: dict[str, Held] = {}
     for name, entry in checkpoint.entries.items():
-        scale = checkpoint.scale_of(name) if entry.dtype in CODES else None
-        if scale is not None:
-            found[name] = (next(checkpoint.stored(name)), next(checkpoint.stored(scale)))
-        elif not name.endswith(("_scale_inv", "_scale")):
-            found[name] = next(checkpoint.stored(name))
+        four = checkpoint.is_nvfp4(name)
+        scale = checkpoint.scale_of(name) if four or entry.dtype in CODES else None
+        codes = _whole(checkpoint, name)
+        if scale is None:
+            found |= {} if name.endswith((*SCALES, SCALE_2, "input_scale")) else {name: codes}
+        elif four:
+            found[name] = (codes, _whole(checkpoint, scale), _whole(checkpoint, name + SCALE_2).view(1))
+        else:
+            found[name] = (codes, _as_computed(_whole(checkpoint, scale)))
     checkpoint.close()
     return found
+
+
+def _whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """Return a tensor as it is stored, the matrices of a stack together."""
+    first, *others = checkpoint.stored(name)
+    if len(checkpoint.entries[name].shape) != 3:
+        return first
+    return torch.stack([matrix.view(torch.uint8) for matrix in (first, *others)]).view(first.dtype)
+
+
+def _as_computed(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in the shape and type that quantizing gives them, from those of a checkpoint's layout."""
+    scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+    scale = scale[:, 0, :, 0] if scale.dim() == 4 else scale
+    return scale.flatten(0, 1) if scale.dim() == 3 else scale

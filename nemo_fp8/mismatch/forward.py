@@ -63,7 +63,20 @@ class Decoder:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Decoder:
-        """Read a ``config.json``; raises PrecisionError for a model that is not emulated."""
+        """Read a ``config.json``; raises PrecisionError for a model that is not emulated, or lacks a size."""
+        try:
+            return cls._of(config)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, PrecisionError):
+                raise
+            raise PrecisionError(
+                "The model config lacks a size that the forward needs, or holds something else there.",
+                f"{type(error).__name__}: {error}.",
+                "Give the config.json of the Hugging Face model.",
+            ) from error
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any]) -> Decoder:
         kind = config.get("model_type")
         emulated = {name: family for name, family in FAMILIES.items() if family.forward}
         if kind not in emulated:
@@ -150,12 +163,7 @@ def log_probs(
     Raises PrecisionError if the model is not emulated, a weight is missing, or a token is not in the vocabulary.
     """
     model, run = Decoder.of(config), run or Run()
-    if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
-        raise PrecisionError(
-            f"Tokens of shape {tuple(tokens.shape)} and type {tokens.dtype}.",
-            "They are whole numbers, [sequences, tokens].",
-            "Pad the sequences on the right to one length.",
-        )
+    require_tokens(tokens)
     with torch.no_grad():
         embedding = _get(weights, "model.embed_tokens.weight")
         _refuse_strange_tokens(tokens, len(embedding))
@@ -172,6 +180,19 @@ def log_probs(
         hidden = rms_norm(hidden, run.cast(_get(weights, "model.norm.weight")), model.epsilon)
         head = embedding if model.tied else _get(weights, "lm_head.weight")
         return _gather(hidden, run.cast(head), tokens)
+
+
+def require_tokens(tokens: torch.Tensor) -> None:
+    """Raise PrecisionError for what is no [sequences, tokens] of whole numbers."""
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
+        about = (
+            f"of shape {tuple(tokens.shape)} and type {tokens.dtype}" if isinstance(tokens, torch.Tensor) else tokens
+        )
+        raise PrecisionError(
+            f"Tokens {about}.",
+            "They are whole numbers, [sequences, tokens].",
+            "Pad the sequences on the right to one length.",
+        )
 
 
 def _refuse_strange_tokens(tokens: torch.Tensor, vocabulary: int) -> None:

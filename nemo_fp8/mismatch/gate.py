@@ -25,6 +25,7 @@ faults that a band can and cannot see.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -33,10 +34,11 @@ from typing import Any
 import torch
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.mismatch.band import Band, Sample, band
-from nemo_fp8.mismatch.forward import Run, log_probs
+from nemo_fp8.mismatch.forward import Run, log_probs, require_tokens
 from nemo_fp8.mismatch.logprobs import LogProbs
 from nemo_fp8.mismatch.metrics import metrics
 from nemo_fp8.mismatch.weights import Held, Weights, compare_weights, kind_of
@@ -84,7 +86,7 @@ def predict(
     config: Mapping[str, Any],
     weights: Weights,
     tokens: torch.Tensor,
-    precision: Precision,
+    precision: Precision | str,
     *,
     mask: torch.Tensor | None = None,
     activations: bool = True,
@@ -93,12 +95,16 @@ def predict(
 ) -> Prediction:
     """Emulate trainer and rollout of a Hugging Face model on these tokens, padded on the right.
 
-    ``mask`` says which tokens count; by default all but the first. ``activations`` says whether the engine's kernels
-    quantize activations: True for FP8 kernels on GPUs, False for vLLM's on CPUs. ``progress`` is called three times for
-    each layer. Raises PrecisionError if :func:`log_probs` cannot emulate the model.
+    ``precision`` is a contract, or the name of a preset or of a YAML file. ``mask`` says which tokens count; by default
+    all but the first. ``activations`` says whether the engine's kernels quantize activations: True for FP8 kernels on
+    GPUs, False for vLLM's on CPUs. ``progress`` is called three times for each layer. Raises PrecisionError if
+    :func:`log_probs` cannot emulate the model.
     """
+    precision = given(precision)
+    require_tokens(tokens)
     if mask is None:
         mask = torch.ones_like(tokens, dtype=torch.bool)
+    _require_shape(mask, tokens)
     mask = mask.bool().clone()
     mask[:, 0] = False  # nothing comes before the first token
     trained = Run(precision, side="train") if precision.is_quantized else Run()
@@ -109,6 +115,15 @@ def predict(
     )
     trainer, rollout, again = (log_probs(config, weights, tokens, run, batch=batch, progress=progress) for run in runs)
     return Prediction(precision, tokens, trainer, rollout, again, mask)
+
+
+def _require_shape(mask: torch.Tensor, tokens: torch.Tensor) -> None:
+    if mask.shape != tokens.shape:
+        raise PrecisionError(
+            f"A mask of shape {tuple(mask.shape)} is not of tokens of shape {tuple(tokens.shape)}.",
+            "Column t is token t, and its log-prob, everywhere.",
+            "Cut all alike; of tokens that were predicted give every column, with the first one out of the mask.",
+        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +233,8 @@ class Gate:
     """The factor by which the residual may differ from its prediction, beyond its scatter."""
 
     def __post_init__(self) -> None:
-        if not 1e-9 <= self.false_positives <= 0.1 or self.factor < 1 or self.residual_factor < 1:
+        factors = (self.factor, self.residual_factor)
+        if not 1e-9 <= self.false_positives <= 0.1 or not all(1 <= factor < math.inf for factor in factors):
             raise PrecisionError(
                 f"A gate with false_positives={self.false_positives}, factors {self.factor} and "
                 f"{self.residual_factor}.",
@@ -241,8 +257,11 @@ class Gate:
         ``tokens`` are those of ``pair``; if they are the prediction's, the residual is checked, too. ``weights`` (the
         trainer's), ``held`` (the engine's) and ``previous`` are compared by :func:`compare_weights`.
 
-        Raises PrecisionError for ``held`` without ``weights``, or if no band can be drawn.
+        Raises PrecisionError for ``held`` without ``weights``, ``tokens`` of another shape than ``pair``, or if no
+        band can be drawn.
         """
+        if tokens is not None:
+            _require_shape(pair.mask, tokens)
         same = (
             tokens is not None
             and tokens.shape == prediction.tokens.shape
@@ -270,7 +289,7 @@ class Gate:
             metrics(pair),
             metrics(prediction.pair),
             tuple(differences),
-            held is not None,
+            bool(held),
             self.false_positives,
         )
 

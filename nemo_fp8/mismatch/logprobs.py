@@ -97,7 +97,15 @@ class LogProbs:
         return int(self.sample_mask.sum())
 
 
+def _require_tensor(x: object, name: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise PrecisionError(
+            f"The {name} are a {type(x).__name__}.", "Both sides are compared as tensors.", "Give torch.tensor(...)."
+        )
+
+
 def _floats(x: torch.Tensor, whose: str) -> torch.Tensor:
+    _require_tensor(x, f"{whose} log-probs")
     if x.dtype not in (torch.float32, torch.float64):
         raise PrecisionError(
             f"The {whose} log-probs are {x.dtype}.",
@@ -115,6 +123,7 @@ def _floats(x: torch.Tensor, whose: str) -> torch.Tensor:
 
 
 def _booleans(x: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+    _require_tensor(x, name)
     x = x.detach().to(device)
     if x.dtype != torch.bool and not bool(((x == 0) | (x == 1)).all()):
         raise PrecisionError(

@@ -75,7 +75,8 @@ def metrics(
     """Return the metrics as plain numbers, under the names that NeMo RL logs.
 
     ``is_oob_ratio`` is among them only if ``importance`` truncates. If ``pair`` is a part of a batch, give
-    ``global_tokens`` and ``global_sequences``, the counts of the whole: the metrics of the parts then add up.
+    ``global_tokens`` and ``global_sequences``, the counts of the whole: the metrics of the parts then add up, and a
+    part without tokens adds nothing.
 
     Raises PrecisionError if there are no tokens, or a global count is less than that of the part.
     """
@@ -104,7 +105,7 @@ def metrics(
 
 def _count(given: int | None, own: int, name: str) -> int:
     if given is None:
-        return own
+        return max(own, 1)
     if given < max(own, 1):
         raise PrecisionError(
             f"{name}={given}, and {own} are here.", "A part is never larger than the whole.", "Pass the batch's count."

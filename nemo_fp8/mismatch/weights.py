@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 
 from nemo_fp8.contract import SCALES, Operand, Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.export.canonical import canonical
 from nemo_fp8.findings import finding
 from nemo_fp8.models.names import place
 from nemo_fp8.models.selection import contract_of
@@ -40,7 +42,7 @@ from nemo_fp8.rollout.refit.fingerprint import fingerprint
 
 Weights = Mapping[str, torch.Tensor]
 Parts = Mapping[str, str]
-Held = Union[Quantized, "tuple[torch.Tensor, torch.Tensor]", torch.Tensor, str, Parts]
+Held = Union[Quantized, "tuple[torch.Tensor, ...]", torch.Tensor, str, Parts]
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
     __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})
@@ -102,13 +104,13 @@ def _shared(weights: Weights) -> dict[str, tuple[str, ...]]:
 
 
 def sides_apart(
-    weights: Weights, precision: Precision, layers: int | None = None
+    weights: Weights, precision: Precision | str, layers: int | None = None
 ) -> Iterator[tuple[str, float, float]]:
     """Yield for each tensor the shares of codes and of values in which the trainer's FP8 copy and the rollout's differ.
 
     If :func:`nemo_fp8.check` says that the values are equal but for underflow, the second share is that underflow.
     """
-    both = (reference(weights, precision, layers, side=side) for side in ("train", "rollout"))
+    both = (reference(weights, given(precision), layers, side=side) for side in ("train", "rollout"))
     for (name, ours), (_, theirs) in zip(*both, strict=False):  # a side without FP8 has no copy
         codes = ours.data.view(torch.uint8) != theirs.data.view(torch.uint8)
         values = ours.dequantize() != theirs.dequantize()
@@ -124,7 +126,7 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
 def compare_weights(
     weights: Weights,
     held: Mapping[str, Held],
-    precision: Precision,
+    precision: Precision | str,
     *,
     layers: int | None = None,
     previous: Weights | None = None,
@@ -133,10 +135,9 @@ def compare_weights(
 
     ``held`` is what the engine holds. Tensors that are not in FP8 are compared only if they are in it. ``previous`` are
     the weights of the push before, which stale tensors are compared with. Raises PrecisionError for parts in ``held``
-    that are none of a tensor, and as :func:`reference` does.
+    that are none of a tensor, if something is in ``held`` and nothing can be compared, and as :func:`reference` does.
     """
-    found = []
-    quantized = set()
+    precision, found, quantized = given(precision), [], set()
     search = _Search(weights, precision, previous)
     for name, q in reference(weights, precision, layers):
         quantized.add(name)
@@ -147,6 +148,12 @@ def compare_weights(
     for name in (n for n in weights if n in held and n not in quantized):
         if not _same(held[name], weights[name]):
             found.append(search.explain(name, weights[name], held[name]))
+    if held and not found and not any(name in weights and _tells(told) for name, told in held.items()):
+        raise PrecisionError(
+            f"None of the {len(held)} tensors that the engine holds can be compared with a weight.",
+            "They have other names than the weights, or no fingerprints that say something of a weight.",
+            "Give what told_by(receipt) or read_back(engine) return, and the weights by their Hugging Face names.",
+        )
     return found
 
 
@@ -249,7 +256,25 @@ _OTHER = {"fp32": "pow2", "pow2": "fp32"}
 
 
 def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
-    """Return whether the engine holds the expected bytes; ``held`` is tensors or fingerprints."""
+    """Return whether the engine holds the expected bytes; ``held`` is tensors or fingerprints.
+
+    An engine that has loaded an export holds some blocks as that writes them: the same values, of other codes.
+    """
+    if _same_bytes(held, expected):
+        return True
+    return isinstance(expected, Quantized) and expected.block == (128, 128) and _same_bytes(held, _exported(expected))
+
+
+def _exported(q: Quantized) -> Quantized:
+    """Return the codes and scales that an export writes, matrix by matrix."""
+    matrices, scales = q.data.view(-1, *q.shape[-2:]), q.scale_inv
+    each = zip(matrices, scales.view(len(matrices), -1, scales.shape[-1]), strict=True)
+    written = [canonical(replace(q, data=data, scale_inv=scale)) for data, scale in each]
+    codes = torch.stack([one.data.view(torch.uint8) for one in written]).view(q.data.dtype)
+    return replace(q, data=codes.view(q.shape), scale_inv=torch.cat([one.scale_inv for one in written]))
+
+
+def _same_bytes(held: Held, expected: Quantized | torch.Tensor) -> bool:
     mine = _tensors(expected)
     if isinstance(held, str):
         return held == fingerprint(*mine)
@@ -257,6 +282,11 @@ def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
         return all(told == fingerprint(*_cut(expected, part)) for part, told in held.items() if " of " not in part)
     theirs = _tensors(held)
     return len(mine) == len(theirs) and all(_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _tells(held: Held) -> bool:
+    """Return whether ``_same`` has something to compare."""
+    return not isinstance(held, Mapping) or any(" of " not in part for part in held)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -90,6 +90,10 @@ class Parallel:
             if problems:
                 raise PrecisionError(problems)
             return cls(**given)
+        if given is not None and not isinstance(given, cls):
+            raise PrecisionError(
+                f"{given!r} is no layout of ranks.", "It is words, or a mapping of sizes.", "Write 'tp4,pp2,dp8'."
+            )
         return given or cls()
 
     @classmethod

@@ -2,7 +2,7 @@
 
 Hugging Face's and Megatron's names are understood (Llama, Qwen, Mistral, Mixtral, DeepSeek, GPT-2, GPT-NeoX, Falcon and
 their successors), since they use the same few dozen words; each word is one row of :mod:`nemo_fp8.models.families`. A
-weight matrix with an unknown name counts as a linear and keeps its own name.
+weight matrix with an unknown name counts as a linear and keeps its own name. No model has ten thousand layers.
 
 The *unit* is what can be kept in the compute dtype on its own: Q, K and V are one linear in training and in rollout
 (``linear_qkv``), gate and up another (``linear_fc1``), and all routed experts of a layer a third and a fourth.
@@ -23,7 +23,7 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
     _TO_SPELLINGS = {"names_what_is_kept_anyway": "nemo_fp8.models.spellings.names_what_is_kept_anyway"}
     __getattr__ = renamed(__name__, _TO_UNITS | _TO_SPELLINGS)
 
-_LAYER = re.compile(r"^(?P<container>(?:.*?\.)?(?:layers|h|blocks|block|layer))\.(?P<layer>\d+)\.(?P<tail>.+)$")
+_LAYER = re.compile(r"^(?P<container>(?:.*?\.)?(?:layers|h|blocks|block|layer))\.(?P<layer>\d{1,4})\.(?P<tail>.+)$")
 _ROUTED = re.compile(r"(^|\.)experts(\.|$)")
 # Mamba and linear attention project out by a word that attention has, too.
 _MIXER = re.compile(r"(^|\.)(mixer|mamba\w*|linear_attn|ssm)\.out_proj$")

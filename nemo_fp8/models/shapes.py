@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,12 @@ class Model:
 
         Raises PrecisionError if it cannot be read, or if its model type is unknown.
         """
+        if not isinstance(source, Mapping | str | PathLike):
+            raise PrecisionError(
+                f"{source!r} is no model.",
+                "A model is a config.json: its path, the folder that holds it, or its content.",
+                "Give one of these.",
+            )
         config = source if isinstance(source, Mapping) else read_config(Path(source))
         text = config.get("text_config") or config
         if not isinstance(text, Mapping):

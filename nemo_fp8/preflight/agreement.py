@@ -108,7 +108,7 @@ def check(
         of_modules = [part(here, there) for part in (_by_name, _layers, _kept, _units)]
     else:
         of_modules = [_of_model(here, there, model if isinstance(model, Model) else Model.read(model))]
-    parts = [_compute(here, there), *of_modules, _kv_cache(here, there), _engine(there), _correction(here, there)]
+    parts = [_compute(here, there), *of_modules, _attention(here, there), _engine(there), _correction(here, there)]
     return Agreement(tuple(found for part in parts for found in part))
 
 
@@ -375,8 +375,13 @@ def _units(train: Precision, rollout: Precision) -> Iterator[Problem]:
         yield finding("sides-units", "modules", names="; ".join(apart))
 
 
-def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Problem]:
-    if rollout.kv_cache == "fp8" and not train.attention:
+def _attention(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    """Yield what attention rounds on one side only: an FP8 cache has no part of FP8 attention but keys and values."""
+    cached = rollout.kv_cache == "fp8"
+    if train.attention or train.multi_head_attention:
+        beside = ", with keys and values from an FP8 cache" if cached else ""
+        yield finding("sides-attention", "attention", compute=rollout.compute.upper(), beside=beside)
+    elif cached:
         yield finding("sides-kv-cache", "attention", compute=train.compute.upper())
 
 

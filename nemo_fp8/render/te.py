@@ -210,9 +210,9 @@ def render(precision: Precision) -> Rendering:
     """Render the recipe as Python, with the environment that it needs."""
     if not precision.is_quantized:
         note = "No FP8: TransformerEngine needs no recipe, only autocast(enabled=False)."
-        return Rendering(
-            "te", "recipe = None", {"recipe": None, "arguments": {}, "power_2_scale": {}, "environment": {}}, (note,)
-        )
+        lost, notes = lost_fields(precision, Precision(), _REASONS, "A TE recipe")
+        nothing: dict[str, Any] = {"recipe": None, "arguments": {}, "power_2_scale": {}, "environment": {}}
+        return Rendering("te", "recipe = None", nothing, (note, *notes), lost)
     name, arguments, operands = te_arguments(precision)
     read_back = _read(str(precision.scaling), arguments | operands)
     lost, notes = lost_fields(precision, read_back, _REASONS, "A TE recipe")

@@ -11,7 +11,12 @@ from nemo_fp8.report.compare import Comparison
 from nemo_fp8.report.figures import drawing, legend, lines, recipe_of
 from nemo_fp8.report.page import Column, Page
 
-METRICS = (("snr_db", "SNR in dB"), ("underflow_percent", "underflow in %"), ("saturation_percent", "saturation in %"))
+METRICS = (
+    ("snr_db", "SNR in dB"),
+    ("underflow_percent", "underflow in %"),
+    ("saturation_percent", "saturation in %"),
+    ("nonfinite", "not finite"),
+)
 
 
 def comparison_page(comparison: Comparison) -> Page:

@@ -113,6 +113,8 @@ def inspection_page(inspection: Inspection, advice: list[Advice]) -> Page:
         )
     if packed := inspection.packed_words():
         page.text(f"Not read: {packed}.")
+    if unlisted := inspection.unlisted_words():
+        page.text(f"In the files, and not in the index, which says what the checkpoint is: {unlisted}.")
     if broken := inspection.not_finite():
         page.text(f"NaN or infinity in {len(broken)} tensors, which no recipe mends: {inspection.not_finite_words()}.")
     _overview(page, inspection, advice, operands)

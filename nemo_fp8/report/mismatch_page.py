@@ -115,7 +115,7 @@ def _scatter(page: Page, pair: LogProbs) -> None:
 
 def _ratios(page: Page, pair: LogProbs, predicted: LogProbs | None) -> None:
     sides = [(pair, OBSERVED), *([(predicted, PREDICTED)] if predicted is not None else [])]
-    reach = max(float(side.log_ratio[side.mask].abs().double().quantile(0.995)) for side, _ in sides) or 1e-6
+    reach = max(size for side, _ in sides for size in quantiles(side, (0.995,)).values()) or 1e-6
     edges = torch.linspace(-reach, reach, 81, dtype=torch.float64)
     with drawing(9, 3) as (figure, axes):
         for side, style in sides:

@@ -192,12 +192,12 @@ def _cell(value: Any, column: Column, numeric: bool) -> str:
     elif value is None:
         text = "–"
     elif number is not None:
-        text = "∞" if math.isinf(number) else _plain(format(value, column.format))
+        text = f"{'−' * (number < 0)}∞" if math.isinf(number) else _plain(format(value, column.format))
     else:
         text = _breakable(str(value))
     kind = "long" if len(value.text if isinstance(value, Cell) else str(value)) > 24 else "short"
     if number is not None:
-        return f'<td class="number" data-value="{number}">{text}</td>'.replace('"inf"', '"Infinity"')
+        return f'<td class="number" data-value="{str(number).replace("inf", "Infinity")}">{text}</td>'
     return f'<td class="number" data-value="">{text}</td>' if numeric else f'<td class="{kind}">{text}</td>'
 
 

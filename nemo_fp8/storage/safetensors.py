@@ -86,8 +86,10 @@ class Entry:
 class Checkpoint:
     """The tensors of a checkpoint by name, in the order of the files. A tensor is read only by a method for it."""
 
-    def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
+    def __init__(self, path: Path, entries: dict[str, Entry], unlisted: Sequence[str] = ()) -> None:
         self.path, self.entries = path, entries
+        self.unlisted = unlisted
+        """What lies in the files and is not in the index; it belongs to the checkpoint no more."""
         self._file: BinaryIO | None = None
 
     @classmethod
@@ -98,9 +100,11 @@ class Checkpoint:
         """
         path = Path(path)
         entries: dict[str, Entry] = {}
+        passed: dict[str, None] = {}
         for file, names in _files(path).items():
             for entry in _entries(file):
                 if names is not None and entry.name not in names:
+                    passed[entry.name] = None
                     continue
                 if entry.name in entries:
                     raise PrecisionError(
@@ -117,7 +121,7 @@ class Checkpoint:
                     f"{INDEX} says that it does; the shards and the index are of different checkpoints.",
                     "Download the folder again, or remove the index to read whatever the shards hold.",
                 )
-        return cls(path, entries)
+        return cls(path, entries, [name for name in passed if name not in entries])
 
     def scale_of(self, name: str) -> str | None:
         """Return the name of the scale of an FP8 weight; None if there is none."""
@@ -136,7 +140,7 @@ class Checkpoint:
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
         """Yield a tensor, or each matrix of a stack; FP8 and NVFP4 are dequantized to FP32.
 
-        Raises PrecisionError if FP8 codes have no scale, or one of an unknown shape.
+        Raises PrecisionError if FP8 codes have no scale, one of an unknown shape, or one that is zero or negative.
         """
         entry = self.entries[name]
         if self.is_nvfp4(name):
@@ -147,7 +151,8 @@ class Checkpoint:
         for i in range(entry.shape[0]) if stacked else (None,):
             matrix = self._read(entry, i)
             if scale is not None:
-                matrix = _dequantize(entry.name, matrix, scale[i] if stacked and scale.dim() == 3 else scale)
+                of_each = stacked and scale.dim() > 0 and len(scale) == entry.shape[0]
+                matrix = _dequantize(entry.name, matrix, scale[i] if of_each else scale)
             yield matrix.float() if matrix.dtype == torch.float64 else matrix
             del matrix  # before the next one is read
 
@@ -262,9 +267,16 @@ def _dequantize(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Te
             "Give the BF16 checkpoint that it was made from.",
         )
     scale = scale if scale.dtype == torch.float8_e8m0fnu else scale.float()
-    if tile is None:
-        return Quantized(codes, scale.reshape(())).dequantize()
-    return Quantized(codes, scale.reshape(-(-codes.shape[0] // tile[0]), -1), tile).dequantize()
+    scale = scale.reshape(() if tile is None else (-(-codes.shape[0] // tile[0]), -1))
+    lost = scale.float() <= 0
+    if lost.any() and Quantized(codes, lost.float(), tile).dequantize().any():  # zeros may have any scale
+        raise PrecisionError(
+            f"{int(lost.sum())} of the {lost.numel()} scales of {name} are zero or negative.",
+            "Their codes are not zero, and a code times zero is: the weight is lost, as where scales were never "
+            "written.",
+            "Give a checkpoint whose scales are whole, or the BF16 one that it was made from.",
+        )
+    return Quantized(codes, scale, tile).dequantize()
 
 
 def _tile(codes: torch.Size, scale: torch.Size) -> tuple[int, int] | None:

@@ -20,6 +20,7 @@ Measurements are sums and extremes, which add up over the experts of a layer and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, replace
@@ -77,7 +78,7 @@ class Measurement:
         ratio = self.sums[4] / self.sums[5] if noise else torch.tensor(float("inf"))
         return {
             "amax": amax,
-            "scale_min": 1 / inverse,
+            "scale_min": 1 / inverse if inverse else math.inf,
             "scale_max": largest,
             "underflow_percent": 100 * underflow / elements if known else None,
             "saturation_percent": 100 * saturated / elements if known else None,

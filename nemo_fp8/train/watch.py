@@ -2,9 +2,10 @@
 
 For each FP8 linear and each of its operands (input, weight, grad) a row holds amax, scales, underflow, saturation and
 SNR of the first micro-batch of the step, under the scales that the GEMMs of that step used, summed over the ranks with
-the same layer. For the weight it also holds the distance between the copies that backward and forward multiply by; for
-the grad, the error of the input's gradient that follows from it (``numerics.transposition``). If a layer crosses a
-threshold, one line in the log names it and the pattern that keeps it out of FP8.
+the same layer: of finite values, and the number of the others. For the weight it also holds the distance between the
+copies that backward and forward multiply by; for the grad, the error of the input's gradient that follows from it
+(``numerics.transposition``). If a layer crosses a threshold, one line in the log names it and the pattern that keeps it
+out of FP8; if it holds NaN or infinity, that.
 
 Linears have hooks in watched steps only, so other steps cost nothing. A watched step quantizes every operand a second
 time (``measure.py``). A front door (``monitor.py`` for Lightning, ``nemo_fp8.bridge`` for Megatron-Bridge) says when
@@ -24,7 +25,7 @@ from nemo_fp8.train.measure import Probe, reduced
 logger = logging.getLogger("nemo_fp8")
 
 METRICS = (
-    *("amax", "scale_min", "scale_max", "underflow_percent", "saturation_percent", "snr_db"),
+    *("amax", "scale_min", "scale_max", "underflow_percent", "saturation_percent", "snr_db", "nonfinite"),
     *("differ_percent", "distance", "gain", "cosine"),
 )
 
@@ -91,16 +92,20 @@ class Watch:
 
     def _warn(self, row: dict[str, Any]) -> None:
         """Warn when a layer crosses a threshold, and again only after it was within it in between."""
-        layer, operand = row["layer"], row["operand"]
+        step, layer, operand = row["step"], row["layer"], row["operand"]
+        if self._is_news((layer, operand, "nonfinite"), bool(row["nonfinite"]) or not math.isfinite(row["amax"])):
+            logger.warning(
+                "FP8 step %d: the %s of %s holds NaN or infinity, which its other numbers leave out. No precision "
+                "mends it: look at the data, the learning rate and the steps before",
+                step,
+                operand,
+                layer,
+            )
         for name, limit in self.limits.items():
-            key = layer, operand, name
-            if limit is None or not _beyond(name, row[name], limit):
-                self._warned.discard(key)
-            elif key not in self._warned:
-                self._warned.add(key)
+            if self._is_news((layer, operand, name), limit is not None and _beyond(name, row[name], limit)):
                 logger.warning(
                     "FP8 step %d: %s of the %s of %s is %.3g (threshold %g). To keep it in BF16: keep=[%r]",
-                    row["step"],
+                    step,
                     _WORDS[name],
                     operand,
                     layer,
@@ -108,6 +113,12 @@ class Watch:
                     limit,
                     layer,
                 )
+
+    def _is_news(self, key: tuple[str, str, str], holds: bool) -> bool:
+        """Return whether something holds that did not hold when it was asked last."""
+        known = key in self._warned
+        (self._warned.add if holds else self._warned.discard)(key)
+        return holds and not known
 
 
 _WORDS = {"underflow_percent": "underflow in %", "saturation_percent": "saturation in %", "snr_db": "SNR in dB"}

@@ -155,6 +155,13 @@ def test_unknown_fields_are_refused_by_name():
             make({"amax_histroy_len": 3})
 
 
+@pytest.mark.parametrize("nothing", [None, "", [], "bf16_mixed"])
+def test_what_is_no_mapping_is_no_contract(nothing):
+    """An empty file of YAML is None."""
+    with pytest.raises(PrecisionError, match="is no contract"):
+        Precision.from_dict(nothing)
+
+
 def test_a_field_that_follows_keeps_following_when_others_change():
     followed = preset("bf16_mixed").replace(format="hybrid", scaling="blockwise")
     assert followed == Precision(format="hybrid", scaling="blockwise")

@@ -159,6 +159,7 @@ def test_a_module_has_the_recipe_of_the_first_rule_that_matches_one_of_its_names
     assert p.of(["decoder.layers.0.mlp.linear_fc1"]).operand("weight", "rollout") is None
     fc1 = p.of(["decoder.layers.1.mlp.linear_fc1"])
     assert fc1.operand("weight") == fc1.operand("weight", "rollout") == Operand("e4m3", (1, 32), "e8m0")
+    assert p.of("decoder.layers.1.mlp.linear_fc1") == fc1  # one name, and not its letters
     q = p.of(["x.linear_qkv", "x.q_proj"])
     assert (q.operand("weight").block, q.operand("weight", "rollout").block) == ((128, 128), (128, 128))
     assert p.of(["decoder.layers.1.self_attention.linear_proj"]) == p

@@ -20,6 +20,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.export import HuggingFace, export, verify
 from nemo_fp8.export.canonical import canonical
 from nemo_fp8.numerics import quantize
+from nemo_fp8.storage.safetensors import Checkpoint
 
 POW2 = preset("bf16_with_fp8_blockwise_mixed")
 FP32 = POW2.replace(weight_scale="fp32", activation_scale="fp32")
@@ -327,6 +328,24 @@ def test_the_certificate_holds(tmp_path, precision, stacked):
     assert found.codes == sum(t.numel() for t in loaded(tmp_path / "out").values() if t.dtype == torch.float8_e4m3fn)
     assert (found.tiles_moved > 0) == (precision.weight_scale == "pow2")
     assert found.copied == len(exported.plan.source.tensors) - found.weights
+
+
+@pytest.mark.parametrize("chunk", [1000, 16 * 2**20])
+def test_the_certificate_holds_for_what_was_dequantized(tmp_path, monkeypatch, chunk):
+    """Wherever the two streams of bytes are cut: a file's in chunks, decoded matrices one by one."""
+    first = to(tmp_path / "fp8", write(tmp_path / "in", tensors(experts=2, stacked=True))).folder
+    exported = to(tmp_path / "back", first, BF16)
+    whole = Checkpoint.chunks
+    monkeypatch.setattr(Checkpoint, "chunks", lambda self, name: whole(self, name, chunk))
+    found = verify(exported.plan, tmp_path / "back")
+    assert found.holds, found
+    assert found.copied == len(exported.plan.source.tensors)
+    assert found.copied_bytes == exported.plan.bytes_in
+    file = tmp_path / "back" / exported.plan.shards[0].file
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    assert verify(exported.plan, tmp_path / "back").bytes_wrong == 1
 
 
 TAMPERED = {

@@ -80,6 +80,11 @@ def test_where_vllm_is_looked_for(tmp_path):
     assert "--no-vllm" in error.value.problems[0].remedy
 
 
+def test_nothing_compared_proves_nothing():
+    assert not compare([], []).equal
+    assert not compare([{}], [{}]).equal
+
+
 def test_comparing_two_engines():
     a = [{"1": -0.5, "2": -1.0}, {"3": -0.25}]
     assert compare(a, a).equal

@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support import SUPPORT
 from support.small_models import content, tensors, write
 
@@ -154,6 +156,28 @@ def test_another_export_is_refused_and_restart_begins_anew(source, tmp_path, fin
     to(tmp_path / "out", source, precision, restart=True, **how)
     right = to(tmp_path / "right", source, precision, **how).folder
     assert content(tmp_path / "out") == content(right) | {"mine.txt": b"not the exporter's"}
+
+
+def test_files_of_one_name_in_two_folders_are_two_files(tmp_path):
+    names = {}
+    for folder in "ab":
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        name = f"model.layers.{'ab'.index(folder)}.mlp.down_proj.weight"
+        save_file({name: torch.ones(128, 128, dtype=torch.bfloat16)}, tmp_path / "in" / folder / "model.safetensors")
+        names[name] = f"{folder}/model.safetensors"
+    (tmp_path / "in/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    to(tmp_path / "out", tmp_path / "in")
+    for folder in "ab":
+        os.utime(tmp_path / "in" / folder / "model.safetensors", ns=(1, 1))
+        with pytest.raises(PrecisionError, match="the source has changed since"):
+            to(tmp_path / "out", tmp_path / "in")
+        to(tmp_path / "out", tmp_path / "in", restart=True)
+
+
+def test_a_folder_that_cannot_be_made_is_said(source, tmp_path):
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(PrecisionError, match="Cannot write into"):
+        to(tmp_path / "a file/out", source)
 
 
 def test_a_folder_with_something_else_in_it_is_refused(source, tmp_path):

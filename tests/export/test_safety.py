@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.small_models import content, tensors, write
 
 from nemo_fp8 import PrecisionError, preset
@@ -135,6 +136,38 @@ def test_what_is_quantized_in_another_way(tmp_path, source):
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     refused(tmp_path, source, "quantized already, with 'gptq'")
+
+
+@pytest.mark.parametrize(("said", "word"), [
+    ({"quantization_config": "gptq"}, "quantized already, with 'gptq'"),
+    ({"quantization_config": ["fp8"]}, "quantized already, with"),
+    ({"num_attention_heads": "four"}, "num_attention_heads in config.json is 'four'"),
+    ({"num_hidden_layers": "3"}, "num_hidden_layers in config.json is '3'"),
+    ({"num_key_value_heads": [2, 2, 2]}, "num_key_value_heads in config.json"),
+])  # fmt: skip
+def test_a_config_that_says_something_else_in_place_of_a_size(tmp_path, source, said, word):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | said))
+    refused(tmp_path, source, word)
+
+
+def test_what_the_index_leaves_out_is_said(tmp_path, source):
+    """A tensor that a shard holds and no index lists is no part of the checkpoint, and does not vanish in silence."""
+    index = source / INDEX
+    listed = json.loads(index.read_text())
+    name = "model.layers.0.mlp.down_proj.weight"
+    index.write_text(json.dumps(listed | {"weight_map": {n: f for n, f in listed["weight_map"].items() if n != name}}))
+    opened = HuggingFace.open(source)
+    assert name not in opened.tensors
+    assert f"1 tensors in its files are left out, {name} among them" in " ".join(opened.notes)
+
+
+def test_a_layer_of_any_number_ends(tmp_path):
+    for number in (10**20, "9" * 5000):
+        name = f"model.layers.{number}.mlp.up_proj.weight"
+        save_file({name: torch.ones(128, 128, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+        with pytest.raises(PrecisionError, match="would be quantized"):
+            export(HuggingFace.open(tmp_path), tmp_path / "out", PRECISION)
 
 
 def test_weights_that_are_no_numbers(tmp_path):

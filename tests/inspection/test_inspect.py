@@ -179,6 +179,34 @@ def test_an_fp8_checkpoint_is_dequantized_and_its_own_recipe_loses_nothing(tmp_p
         assert row.losses["mxfp8"].snr_db < 60
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_codes_whose_scale_was_never_written_are_refused(tmp_path, value):
+    """Times zero they are a weight of zeros, of which no recipe loses anything. Blocks of zeros may have any scale."""
+    x = torch.randn(256, 256)
+    x[:128, :128] = 0
+    q = quantize(x, RECIPES["blockwise-fp32"].operand("weight"))
+    at, scales = "model.layers.0.mlp.down_proj.weight", q.scale_inv.clone()
+    for block, whole in ((0, True), (3, False)):
+        scales.view(-1)[block] = value
+        save_file({at: q.data, f"{at}_scale_inv": scales}, tmp_path / "fp8.safetensors")
+        if whole:
+            assert inspect_checkpoint(tmp_path / "fp8.safetensors", RECIPES).measured()
+            continue
+        with pytest.raises(PrecisionError, match=f"2 of the 4 scales of {at} are zero or negative"):
+            inspect_checkpoint(tmp_path / "fp8.safetensors", RECIPES)
+
+
+def test_a_stack_may_have_one_scale_for_each_expert(tmp_path):
+    """Also where there are as many experts as rows."""
+    codes = torch.randn(16, 16, 128).to(torch.float8_e4m3fn)
+    for shape in ((16,), (16, 1), (16, 1, 1)):
+        scales = (torch.arange(16) + 1.0).exp2()
+        at = "model.layers.0.mlp.experts.down_proj"
+        save_file({at: codes, f"{at}_scale": scales.view(shape)}, tmp_path / "stack.safetensors")
+        held = torch.stack([*Checkpoint.open(tmp_path / "stack.safetensors").matrices(at)])
+        assert torch.equal(held, codes.float() * scales[:, None, None])
+
+
 def test_a_stack_of_experts_is_its_experts_together(tmp_path):
     experts = torch.randn(4, 256, 128) * torch.tensor([1.0, 1e-3, 10.0, 1e-5])[:, None, None]
     experts[1, 0, 0] = 90.0

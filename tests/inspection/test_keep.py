@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.inspection.advice import advise
 from nemo_fp8.inspection.loss import Loss
 from nemo_fp8.inspection.measure import Inspection, Row
@@ -92,6 +93,11 @@ def test_whole_layers_at_the_ends_need_no_pattern():
     assert advice.changes == "first_layers=2, last_layers=1"
     assert advice.share == pytest.approx(0.5)
     assert isinstance(advice.precision, Precision)
+
+
+def test_a_threshold_is_a_number():
+    with pytest.raises(PrecisionError, match="threshold of nan"):
+        advise(Inspection(Path("m"), {"r": RECIPES["tensorwise"]}, (), 1, 0, 0.0), "r", float("nan"))
 
 
 def test_a_bad_activation_keeps_its_linear():

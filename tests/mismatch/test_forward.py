@@ -8,8 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.mismatch import Run, log_probs, pad
+from nemo_fp8.mismatch import Run, compare_weights, log_probs, pad, predict, sides_apart
 from nemo_fp8.mismatch.weights import reference
 from nemo_fp8.numerics import bf16, gemm, quantize
 
@@ -202,11 +203,28 @@ def test_padding_on_the_right_changes_nothing():
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "Unknown rope_type to emulate 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "KeyError: 'factor'"),
+        ({"rms_norm_eps": None}, "lacks a size that the forward needs"),
     ],
 )
 def test_models_that_are_not_emulated_are_refused(changes, says):
     with pytest.raises(PrecisionError, match=says):
         log_probs(tiny.config() | changes, {}, tiny.tokens())
+
+
+def test_whoever_takes_a_contract_takes_its_name():
+    config = tiny.config()
+    weights, tokens, name = tiny.state_dict(config), tiny.tokens(8, 6), "bf16_with_fp8_blockwise_mixed"
+    one, two = (predict(config, weights, tokens, said) for said in (name, preset(name)))
+    assert torch.equal(one.rollout, two.rollout)
+    assert compare_weights(weights, {}, name) == compare_weights(weights, {}, preset(name)) != []
+    assert [*sides_apart(weights, name)] == [*sides_apart(weights, preset(name))]
+    for wrong in (None, {"format": "hybrid"}):
+        with pytest.raises(PrecisionError, match="is no contract"):
+            predict(config, weights, tokens, wrong)
+    for wrong in (None, tokens[0], tokens.float()):
+        with pytest.raises(PrecisionError, match="whole numbers"):
+            predict(config, weights, wrong, name)
 
 
 def test_questions_without_an_answer():

@@ -5,6 +5,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -165,7 +166,13 @@ def test_right_weights_and_wrong_log_probs(engine):
 def test_questions_without_an_answer(engine):
     with pytest.raises(PrecisionError, match="held= without weights="):
         Gate().judge(engine.prediction, engine.pair(), held={})
-    for wrong in ({"false_positives": 0.0}, {"factor": 0.5}, {"residual_factor": 0.9}):
+    pair = engine.pair()
+    without_the_first = LogProbs(pair.trainer[:, 1:], pair.rollout[:, 1:], pair.mask[:, 1:])
+    with pytest.raises(PrecisionError, match="is not of tokens of shape"):
+        Gate().judge(engine.prediction, without_the_first, engine.tokens)
+    with pytest.raises(PrecisionError, match="is not of tokens of shape"):
+        predict(tiny.config(), {}, engine.tokens, engine.prediction.precision, mask=without_the_first.mask)
+    for wrong in ({"false_positives": 0.0}, {"factor": 0.5}, {"residual_factor": 0.9}, {"factor": math.inf}):
         with pytest.raises(PrecisionError, match="A gate with"):
             Gate(**wrong)
 

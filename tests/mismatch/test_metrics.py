@@ -2,6 +2,7 @@
 numbers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,6 +145,12 @@ def test_micro_batches_add_up_to_the_batch():
     parts.append(metrics(nothing, truncated, global_tokens=whole.tokens, global_sequences=6))
     for name, value in metrics(whole, truncated).items():
         assert sum(part[name] for part in parts) == pytest.approx(value, rel=1e-12)
+    masked = replace(
+        truncated, truncated_importance_sampling_type="seq-mask-tis", truncated_importance_sampling_ratio_min=0.9
+    )
+    of_sequences = ImportanceSampling(sequence_level_importance_ratios=True)
+    for correction in (masked, of_sequences):
+        assert set(metrics(nothing, correction, global_tokens=whole.tokens).values()) == {0.0}
     with pytest.raises(PrecisionError, match="global_tokens=1, and"):
         metrics(whole, global_tokens=1)
 
@@ -210,6 +217,12 @@ def test_questions_without_an_answer():
         LogProbs(t, g[:, 1:], mask)
     with pytest.raises(PrecisionError, match="other values than 0 and 1"):
         LogProbs(t, g, mask * 0.5)
+    with pytest.raises(PrecisionError, match="trainer's log-probs are a list"):
+        LogProbs(t.tolist(), g)
+    with pytest.raises(PrecisionError, match="rollout's log-probs are a NoneType"):
+        LogProbs(t, None)
+    with pytest.raises(PrecisionError, match="mask are a list"):
+        LogProbs(t, g, mask.tolist())
     with pytest.raises(PrecisionError, match="shape"):
         LogProbs(t[..., None], g[..., None])
     with pytest.raises(PrecisionError, match="Unknown kl_type 'k4'"):

@@ -7,13 +7,15 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import tiny
+from support import small_models, tiny
 from typer.testing import CliRunner
 
 from nemo_fp8.cli import app
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.mismatch import LogProbs, Run, log_probs, metrics
+from nemo_fp8.export import HuggingFace, export
+from nemo_fp8.mismatch import LogProbs, Run, compare_weights, log_probs, metrics
 from nemo_fp8.mismatch.files import Folder, Recording, read_held
 from nemo_fp8.mismatch.weights import reference
 from nemo_fp8.rollout.refit import fingerprint
@@ -146,6 +148,72 @@ def test_json_lines_of_different_lengths(tmp_path):
         Recording.read(tmp_path / "b.jsonl").pair()
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout"),
+    [
+        ([{"log_probs": [None, -1.0, -2.0]}], [{"log_probs": [None, NAN, NAN]}]),  # a broken engine
+        ([{"log_probs": [None, -1.0, -2.0]}], [{"log_probs": [None, -1.0, None]}]),  # one log-prob is not there
+        ([{"log_probs": [None, -1.0, -2.0]}], [{"log_probs": [None, -1.0]}, {"log_probs": [None, -1.0, -2.0]}]),
+    ],
+)
+def test_what_the_rollout_lacks_is_no_gap(tmp_path, trainer, rollout):
+    """In two files as in one: only where neither side has a number there is no token."""
+    trainer = trainer * len(rollout)
+    for name, rows in (("t", trainer), ("r", rollout)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = run(tmp_path / "t.jsonl", tmp_path / "r.jsonl", "--json")
+    assert done.exit_code == 1, done.output
+    assert json.loads(done.stdout)["problems"][0]["code"] == "gate-nan"
+    both = [{"trainer": t["log_probs"], "rollout": r["log_probs"]} for t, r in zip(trainer, rollout, strict=True)]
+    (tmp_path / "both.jsonl").write_text("\n".join(map(json.dumps, both)))
+    with pytest.raises(PrecisionError, match=r"rollout's log-probs are none: nan|differ in length"):
+        Recording.read(tmp_path / "both.jsonl").pair()
+
+
+def test_nan_on_both_sides_is_no_gap(tmp_path):
+    (tmp_path / "nan.jsonl").write_text(json.dumps({"trainer": [None, -1.0, NAN], "rollout": [None, -1.0, NAN]}))
+    assert run(tmp_path / "nan.jsonl").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        # A mask of which the first line knows nothing, or that ends before its sequence, would count other tokens.
+        ([{}, {"mask": [1, 0]}], "not in every line"),
+        ([{"mask": None}, {"mask": [1, 0]}], "not in every line"),
+        ([{"mask": [1, 1]}, {"mask": [1]}], "sequence 2 differ in length"),
+        ([{"trainer": -1.0, "rollout": -1.0}], "no list of numbers"),
+    ],
+)
+def test_lines_that_do_not_say_the_same(tmp_path, rows, says):
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"trainer": [-1.0, -2.0], "rollout": [-1.0, -9.0]} | row) for row in rows)
+    )
+    with pytest.raises(PrecisionError, match=says):
+        Recording.read(tmp_path / "a.jsonl")
+
+
+def test_samples_that_do_not_count_may_be_nan(tmp_path):
+    side, broken = torch.full((2, 3), -1.0), torch.full((2, 3), -1.0)
+    broken[1] = NAN
+    both = {"trainer": side, "rollout": broken, "sample_mask": torch.tensor([1, 0])}
+    save_file(both, tmp_path / "a.safetensors")
+    assert run(tmp_path / "a.safetensors").exit_code == 0
+    save_file(both | {"mask": torch.ones(2, 4)}, tmp_path / "b.safetensors")
+    assert "mask of shape (2, 4)" in str(run(tmp_path / "b.safetensors").exception)
+
+
+def test_both_files_say_which_samples_count(tmp_path):
+    for name, counts in (("t", [1, 1, 0]), ("r", [1, 0, 1])):
+        side = {"log_probs": torch.full((3, 2), -1.0), "sample_mask": torch.tensor(counts)}
+        save_file(side, tmp_path / f"{name}.safetensors")
+    pair = Recording.read(tmp_path / "t.safetensors", tmp_path / "r.safetensors").pair()
+    assert pair.sample_mask.tolist() == [True, False, False]
+
+
 def test_a_rollout_of_nan_is_an_answer_of_no(folder, tmp_path):
     recording = Recording.read(folder / "sound.safetensors")
     save_file({"trainer": recording.trainer, "rollout": recording.rollout * float("nan")}, tmp_path / "nan.safetensors")
@@ -154,6 +222,32 @@ def test_a_rollout_of_nan_is_an_answer_of_no(folder, tmp_path):
     (found,) = json.loads(done.stdout)["problems"]
     assert "NaN" in found["what"]
     assert (found["severity"], found["code"]) == ("error", "gate-nan")
+
+
+POW2 = preset("bf16_with_fp8_blockwise_mixed")
+CHECKPOINTS = {
+    "deepseek": (POW2, "deepseek", {"experts": 2}),
+    "deepseek, stacks": (POW2, "deepseek", {"experts": 2, "stacked": True}),
+    "compressed-tensors": (POW2.replace(activation_scale="fp32"), "compressed-tensors", {"experts": 2}),
+    "128x128": (FP8, "modelopt", {}),
+    "MXFP8": (preset("bf16_with_mxfp8_mixed"), "modelopt", {"experts": 2}),
+    "NVFP4": (Precision(rollout="nvfp4"), "modelopt", {"experts": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_an_export_holds_the_weights_that_it_was_made_of(tmp_path, kind):
+    """In every layout: the gate may not fire on an engine that has loaded a sound checkpoint."""
+    precision, layout, model = CHECKPOINTS[kind]
+    source = small_models.write(tmp_path / "in", small_models.tensors(**model))
+    exported = export(HuggingFace.open(source), tmp_path / "out", precision, layout=layout)
+    held, wrong = read_held(tmp_path / "out"), dict(Folder(source))
+    assert compare_weights(wrong, held, precision) == []
+    name = sorted(exported.plan.selection.quantized)[0]
+    largest = wrong[name].abs().argmax()
+    wrong[name] = wrong[name].clone()
+    wrong[name].view(-1)[largest] *= -1
+    assert [found.where for found in compare_weights(wrong, held, precision)] == [name]
 
 
 def test_the_page(folder, tmp_path):
@@ -176,6 +270,9 @@ def test_the_page(folder, tmp_path):
     assert "No band was predicted" in page.read_text()
 
 
+EMULATED = ("--model", "model", "--precision", "bf16_with_fp8_blockwise_mixed")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -183,6 +280,9 @@ def test_the_page(folder, tmp_path):
         (["sound.json"], "does not hold the log-probs"),
         (["fp8.yaml"], "neither .safetensors nor .jsonl"),
         (["sound.safetensors", "--model", "model"], "one of them is missing"),
+        (["sound.safetensors", "--held", "broken.json"], "--held without --model"),
+        (["sound.safetensors", "--previous", "model"], "--previous without --held"),
+        (["sound.safetensors", *EMULATED, "--device", "foo"], "--device foo cannot be used"),
         (["sound.safetensors", "--truncate", "tis"], "names no bounds"),
         (["sound.safetensors", "--truncate", "clip:2"], "Unknown truncated_importance_sampling_type"),
         (["sound.safetensors", "--limit", "kl=1"], "Unknown metric to limit"),

@@ -50,6 +50,12 @@ def cut(tensor, scales=None):
     return told
 
 
+@pytest.mark.parametrize("held", [{"decoder.final_norm": "0123456789abcdef"}, {"model.norm.weight": {}}])
+def test_nothing_to_compare_is_no_answer(held):
+    with pytest.raises(PrecisionError, match=f"None of the {len(held)} tensors that the engine holds can be compared"):
+        compare_weights(tiny.state_dict(tiny.config("llama")), held, Precision())
+
+
 @pytest.mark.parametrize(
     ("shape", "block"), [((320, 256), (128, 128)), ((2, 256, 256), (128, 128)), ((320, 256), None)], ids=str
 )

@@ -151,3 +151,12 @@ def test_the_number_of_experts_under_the_name_that_transformers_5_writes() -> No
     config = {"model_type": "qwen3_moe", **SMALL, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32}
     assert Model.read({**config, "num_local_experts": 6}) == Model.read({**config, "num_experts": 6})
     assert Model.read({**config, "num_local_experts": 6}).experts == 6
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [], b"config.json"])
+def test_what_is_no_model_and_no_layout_is_said(wrong):
+    with pytest.raises(PrecisionError, match="is no model"):
+        Model.read(wrong)
+    if wrong is not None:  # no layout is that of one rank
+        with pytest.raises(PrecisionError, match="is no layout of ranks"):
+            Parallel.of(wrong)

@@ -319,6 +319,18 @@ DIFFERENCES = [
         "Weights of modules named *.linear_fc1",
     ),
     ({**DEEPSEEK}, {**DEEPSEEK, "kv_cache": "fp8"}, "warning", "attention", "sides-kv-cache", "KV cache"),
+    *(
+        (
+            {**TENSORWISE, **POW2, attends: True},
+            {**TENSORWISE, **POW2, "kv_cache": cache},
+            "warning",
+            "attention",
+            "sides-attention",
+            f"attends in FP8, the rollout in BF16{beside}.",
+        )
+        for attends in ("attention", "multi_head_attention")
+        for cache, beside in (("auto", ""), ("fp8", ", with keys and values from an FP8 cache"))
+    ),
     ({**TENSORWISE, **POW2}, {**DEEPSEEK, **POW2}, "info", "weights", "sides-underflow", "underflows"),
     ({**DEEPSEEK}, {**DEEPSEEK, "importance_sampling": False}, "info", "loss", "sides-correction", "not corrected"),
 ]

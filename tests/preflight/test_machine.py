@@ -57,6 +57,11 @@ def test_vllm_is_found_in_the_rollout_environment_beside_this_one(
     assert dict(machine.facts())["vllm"] == f"0.29.1, in {tmp_path / '.venv-rollout'}"
 
 
+def test_a_python_that_is_nowhere_has_no_vllm() -> None:
+    machine = Machine.here("/nowhere")
+    assert (machine.vllm, machine.vllm_looked) == (ABSENT, ("/",))
+
+
 def test_vllm_is_looked_for_where_one_says_and_what_stands_beside_it_is_its_own(tmp_path: Path) -> None:
     python = an_environment(tmp_path / "gpu", vllm="0.30.0")
     version = tmp_path / "gpu/lib/python3.11/site-packages/torchvision/version.py"

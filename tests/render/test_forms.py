@@ -4,7 +4,8 @@ import json
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
+from hypothesis import strategies as st
 from support.strategies import contracts, ruled_contracts
 
 from nemo_fp8.contract import Precision
@@ -40,6 +41,28 @@ def test_every_rendering_is_whole_or_says_what_it_is_not(contract):
         assert rendering.to == to
         assert rendering.text
         assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
+
+
+# Those of a whole contract: the others say its scales, its rules, or the modules of a model.
+WHOLE = [to for to in RENDERERS if to not in ("env", "te-precision", "modelopt")]
+
+
+@given(contracts() | ruled_contracts(), contracts() | ruled_contracts(), st.sampled_from(sorted(Precision().to_dict())))
+@example(Precision(), Precision(keep=("*.linear_proj",)), "keep")
+@example(Precision(rollout="fp8"), Precision(kv_cache="fp8"), "kv_cache")
+def test_no_field_changes_without_a_trace(contract, other, name):
+    """Two contracts that differ have two texts, or the field by which they differ is lost and named."""
+    try:
+        changed = contract.replace(**{name: getattr(other, name)})
+    except PrecisionError:
+        return
+    for to in WHOLE if changed != contract else ():
+        try:
+            one, two = render(contract, to), render(changed, to)
+        except PrecisionError:
+            continue
+        if (one.text, one.data) == (two.text, two.data):
+            assert {*contract.diff(changed)} & {*one.lost, *two.lost}, to
 
 
 def test_the_table_holds_the_formats_of_the_command_line():

@@ -81,6 +81,28 @@ def test_lists_that_a_contract_cannot_describe_are_refused(said, word):
         modelopt.from_modelopt(said)
 
 
+EIGHT = {"type": "float", "num_bits": 8, "dynamic": False}
+
+
+@pytest.mark.parametrize(("cache", "meant"), [
+    ({}, "auto"),
+    ({"kv_cache_quant_algo": None}, "auto"),
+    ({"kv_cache_quant_algo": "FP8"}, "fp8"),
+    ({"kv_cache_scheme": EIGHT}, "fp8"),
+    ({"kv_cache_quant_algo": "NVFP4"}, None),
+    ({"kv_cache_scheme": EIGHT | {"num_bits": 4}}, None),
+])  # fmt: skip
+def test_the_cache_that_the_lists_name_is_the_contracts(cache, meant):
+    """An engine obeys them, where nobody gives it a dtype of the cache."""
+    said = {"quant_algo": "NVFP4"} | cache
+    for document in (said, {"quantization": said}):
+        if meant is None:
+            with pytest.raises(PrecisionError, match="KV cache in ModelOpt's lists"):
+                modelopt.from_modelopt(document)
+        else:
+            assert modelopt.from_modelopt(document) == Precision(rollout="nvfp4", kv_cache=meant)
+
+
 @pytest.mark.parametrize(("precision", "word"), [
     (Precision(rollout="fp8", rollout_block="tensor"), "They know NVFP4"),
     (Precision(), "They know NVFP4"),

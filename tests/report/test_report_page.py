@@ -54,6 +54,14 @@ def test_numbers_are_formatted_sorted_by_value_and_missing_ones_marked():
     assert kinds == ["text", "number"]
 
 
+def test_what_is_lost_does_not_look_like_what_is_whole():
+    """An SNR of minus infinity is a weight that is gone, and of infinity one that lost nothing."""
+    parsed = Parsed(Page("t").table(("SNR",), [(-math.inf,), (math.inf,)]).html())
+    assert parsed.cells == ["−∞", "∞"]
+    values = [attributes.get("data-value") for tag, attributes in parsed.tags if tag == "td"]
+    assert values == ["-Infinity", "Infinity"]
+
+
 def test_figures_take_the_pages_colours_and_share_no_names():
     first, second = (f"<svg{part}" for part in Page("t").figure(_figure()).figure(_figure()).html().split("<svg")[1:])
     for svg in (first, second):

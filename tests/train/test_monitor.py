@@ -2,6 +2,7 @@
 BF16."""
 
 import json
+import math
 import os
 import re
 from itertools import pairwise
@@ -217,3 +218,30 @@ def test_te_current_scaling_is_read():
     seen = Probe({"layer": module}, []).close()
     assert seen["layer", "input"].numbers()["amax"] == 14.0
     assert not seen["layer", "grad"].extremes.any()
+
+
+def test_what_is_not_finite_is_counted_and_said(monkeypatch, caplog):
+    """Every other number is of finite values, so that a NaN would leave no trace in them."""
+    from nemo_fp8 import preset
+    from nemo_fp8.train import watch
+    from nemo_fp8.train.measure import _quantized
+
+    monkeypatch.setattr(watch, "reduced", lambda found: found)
+    watching, x = watch.Watch(), torch.randn(128, 128)
+    counts = []
+    for step, value in enumerate((1.0, math.nan, math.nan, 1.0, -math.inf), 1):
+        x[3, 5] = value
+        found = {("decoder.layers.0.mlp.linear_fc1", "grad"): _quantized(x, "grad", preset(BLOCKWISE), None)}
+        watching._probe = SimpleNamespace(close=lambda found=found: found)
+        counts.append(watching.end(step, warns=True)["fp8/decoder.layers.0.mlp.linear_fc1/grad/nonfinite"])
+    assert counts == [0, 1, 1, 0, 1]
+    said = [record.getMessage() for record in caplog.records]
+    assert [words.split(",")[0] for words in said] == [
+        f"FP8 step {step}: the grad of decoder.layers.0.mlp.linear_fc1 holds NaN or infinity" for step in (2, 5)
+    ]
+
+
+def test_a_scale_of_infinity_is_a_number_like_others():
+    from nemo_fp8.train.measure import Measurement
+
+    assert Measurement.of(1.0, torch.tensor(0.0)).numbers()["scale_min"] == math.inf
