@@ -139,6 +139,12 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause("nvfp4_gemm_exact.*row_scaled_gemm_matches_emulated", r"Mismatched elements: \d+ /", _SUMS),
     Cause(
+        r"run_fsdp2_model.*NVFP4BlockScaling",
+        r"not enough values to unpack \(expected 2, got 1\)",
+        "shards over one rank, where torch's FSDP2 hands on the first of the tensors that TE gathers alone; of MXFP8 TE "
+        "expects that failure",
+    ),
+    Cause(
         "test_fsdp2_model_tests",
         r"TimeoutExpired",
         "starts all tests of a file under one limit of 600 s, which two cores do not keep; "
