@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase as fnmatch
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.strategies import contracts, ruled_contracts
 
@@ -650,12 +650,18 @@ FROM = {
     "sides-units": {"keep", "modules"},
     "sides-layers": {"first_layers", "last_layers", "keep", "modules"},
     "sides-correction": {"importance_sampling"},
-    "sides-kv-cache": {"attention"},
+    "sides-kv-cache": {"attention", "multi_head_attention"},  # without them an FP8 cache is all that attends in FP8
 }
 
 
 @settings(deadline=None)
 @given(ruled_contracts() | ruled_contracts(of=st.just(MOE)))
+@example(
+    Precision(
+        format="hybrid", scaling="mxfp8", weight_scale="pow2", activation_scale="pow2", multi_head_attention=True,
+        rollout="fp8", kv_cache="fp8", modules=(("*.linear_qkv", "bf16"),),
+    )
+)  # fmt: skip
 def test_what_a_rendering_with_rules_reads_back_as_has_no_finding_of_its_own(contract):
     try:
         rendering = render(contract, "nemo-rl", 48)
