@@ -66,7 +66,7 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether all log-probabilities are equal bit for bit, and there are any."""
-        return self.compared > 0 == self.differing
+        return self.compared > 0 and self.differing == 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
