@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY := passive
 # Before a command that must not outlive make, whatever ends make: SIGTERM, Ctrl-C, SIGKILL, the end of a CI job.
 ENDING_WITH_MAKE := exec $(BIN)/python -I -S nemo_fp8/lifetime.py $$PPID 5
 
-.PHONY: help setup environments demo test test-long gpu check format docs site clean
+.PHONY: help setup environments demo test triton-interprets triton-compiles test-long gpu check format docs site clean
 
 help:
 	@echo "make setup   build the environments: training in .venv, Megatron-Bridge in .venv-bridge, rollout in .venv-rollout"
@@ -86,15 +86,20 @@ demo: environments
 # Two workers: much of the suite is Python starting up and importing NeMo or vLLM, on one core. They take files in the order of
 # tests/conftest.py.
 # Triton comes with vLLM alone, and must not have been imported by anything else when its interpreter is asked for; so it compiles in
-# another process than it interprets in.
+# another process than it interprets in, beside it.
 # A worker that ends in the midst of a test is not replaced: the test fails by name, and would be run again on each new worker.
 IN_PAIRS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: setup
 	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest $(IN_PAIRS)
-	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py tests/numerics/test_kernels_fp4_triton.py
-	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_compiled.py tests/numerics/test_kernels_fp4_compiled.py
+	@$(MAKE) --no-print-directory --output-sync=target -j2 triton-interprets triton-compiles
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest $(IN_PAIRS) tests/rollout
 	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest $(IN_PAIRS) tests/bridge
+
+triton-interprets:
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py tests/numerics/test_kernels_fp4_triton.py
+
+triton-compiles:
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_compiled.py tests/numerics/test_kernels_fp4_compiled.py
 
 # What takes too long for every change: every model, every executor, 50 pushes, whole training runs.
 test-long: setup
