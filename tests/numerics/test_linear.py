@@ -116,7 +116,7 @@ def test_gemm_of_any_operands(kind, shape, exponents, formats, usages, out_dtype
     a, b = (v if usage == "row" else v.t() for v, usage in zip(values, usages, strict=True))
     exact, slack = oracle(a, b)
     out = gemm(*quantized, out_dtype=out_dtype)
-    inside = exact.abs() < torch.finfo(out_dtype).max / 2
+    inside = exact.abs() + slack < torch.finfo(out_dtype).max / 2  # large products may cancel: FP32's rest may be large
     assert_rounded_once(torch.where(inside, out, 0), torch.where(inside, exact, 0), slack)
 
 
