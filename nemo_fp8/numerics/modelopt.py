@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from nemo_fp8.contract import Operand
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import nvfp4
 from nemo_fp8.numerics.nvfp4_tensor import BLOCK, weight_scale_2
 
@@ -52,9 +53,15 @@ def four_bits(weight: torch.Tensor, operand: Operand, amax: torch.Tensor, out: F
     """Quantize a matrix, or each of a stack, beneath the scale that ``amax`` gives (one for each matrix), into ``out``
     if it is given: into new memory that takes several times as long.
 
-    Raises PrecisionError if 16 does not divide the columns, or if the operand is none of NVFP4's.
+    Raises PrecisionError if 16 does not divide the columns, or if the operand is none of NVFP4's, or row-scaled.
     """
     nvfp4.check(operand)
+    if operand.row_scaled:
+        raise PrecisionError(
+            f"A weight in {operand.words()}.",
+            "ModelOpt's layout has one FP32 scale for a matrix, and none for its rows.",
+            "Leave row_scaled out: it is for activations.",
+        )
     nvfp4.check_source(weight, operand, "row")
     *lead, rows, columns = weight.shape
     if out is None:

@@ -194,6 +194,11 @@ def test_a_stack_is_cast_as_its_matrices_are(monkeypatch, tile_rows, rows):
             )
 
 
+def test_a_weight_in_modelopts_layout_has_no_scales_of_rows():
+    with pytest.raises(PrecisionError, match="one FP32 scale for a matrix"):
+        modelopt.four_bits(torch.ones(16, 16), Operand("e2m1", (1, 16), "e4m3", row_scaled=True), torch.ones(16))
+
+
 def every_mantissa():
     """All mantissas of BF16 from an amax down to where codes end, beneath all that an amax can have; both signs."""
     mantissa = 1 + torch.arange(128) / 128
