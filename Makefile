@@ -83,17 +83,17 @@ environments:
 demo: environments
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; $(ENDING_WITH_MAKE) bash demo/run.sh
 
-# Two workers: much of the suite is Python starting up and importing NeMo or vLLM, on one core. They take files in the order of
-# tests/conftest.py.
+# Three workers for two cores: much of the suite is Python starting up and importing NeMo or vLLM, on one core, or waiting for processes
+# to end. They take files in the order of tests/conftest.py.
 # Triton comes with vLLM alone, and must not have been imported by anything else when its interpreter is asked for; so it compiles in
 # another process than it interprets in, beside it.
 # A worker that ends in the midst of a test is not replaced: the test fails by name, and would be run again on each new worker.
-IN_PAIRS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+IN_THREES := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: setup
-	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest $(IN_PAIRS)
+	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest $(IN_THREES)
 	@$(MAKE) --no-print-directory --output-sync=target -j2 triton-interprets triton-compiles
-	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest $(IN_PAIRS) tests/rollout
-	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest $(IN_PAIRS) tests/bridge
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest $(IN_THREES) tests/rollout
+	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest $(IN_THREES) tests/bridge
 
 triton-interprets:
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py tests/numerics/test_kernels_fp4_triton.py

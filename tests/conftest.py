@@ -41,8 +41,12 @@ def nothing_stays_quantized():
         assert not left, "the test leaves TransformerEngine in FP8"
 
 
-# Folders and files that take minutes. A worker that begins one of them at the end lets the other one wait for it.
-LONGEST_FIRST = ("experiments", "recipes", "report", "train", "test_refit.py", "test_serve.py", "test_engine.py")
+# Folders and files that take a minute and more. A worker that begins one of them at the end lets the others wait.
+LONGEST_FIRST = (
+    "experiments", "recipes", "report", "train", "cli", "test_suite_tool.py", "test_wheel.py", "test_kernels.py",
+    "test_kernels_arm.py", "test_peers.py", "test_refit.py", "test_export.py", "test_serve.py",
+    "test_weight_transfer.py", "test_readme.py", "test_examples.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -15,6 +15,16 @@ from nemo_fp8.te_cpu import memory
 MIB = 2**20
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _objects_of_other_tests():
+    """Memory in use is counted by a look at every object, and every count here is a difference: set aside what was
+    there before, which is most of them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_over():
     gc.collect()
