@@ -28,7 +28,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-RECORD, SAMPLE, SEED = "TE_SUITE_RECORD", "TE_SUITE_SAMPLE", "TE_SUITE_SEED"
+RECORD, SAMPLE, SEED, AFTER = "TE_SUITE_RECORD", "TE_SUITE_SAMPLE", "TE_SUITE_SEED", "TE_SUITE_AFTER"
 LONGEST_LINE = 400
 IMPORTED_FOR_ONE_TEST = {"test_onnx_export": "tensorrt"}
 """Modules that a file imports at its head for one test alone. Where one is missing, an empty one lets the others
@@ -79,6 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted and len(items) > wanted:
         kept = set(random.Random(int(os.environ[SEED])).sample(range(len(items)), wanted))
         items[:] = [item for i, item in enumerate(items) if i in kept]
+    items[:] = items[int(os.environ[AFTER]) :]
     _write(collected=len(items))
     done = {event["ends"] for event in events(Path(os.environ[RECORD])) if "ends" in event}
     items[:] = [item for item in items if item.nodeid not in done]
