@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import te_suite_page
-from te_suite_plugin import AFTER, RECORD, SAMPLE, SEED, events
+from te_suite_plugin import AFTER, RECORD, SAMPLE, SEED, end_children, events, take_orphans
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = """
@@ -241,6 +241,7 @@ def _running(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            end_children()  # ranks of a test that was cut off, whose launcher died with pytest
 
 
 def _unfinished(found: list[dict[str, Any]]) -> str | None:
@@ -335,6 +336,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without), arguments.seed)
+    take_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, as Ctrl-C does
     arguments.docs.mkdir(parents=True, exist_ok=True)  # before anything runs for an hour
     checkout = arguments.checkout.resolve()
@@ -349,7 +351,11 @@ def main() -> int:
                 print(f"{file} (sm{arch}): no row that was cut off", file=sys.stderr, flush=True)
                 continue
             found = {"date": date.today().isoformat(), "tree": tested} | run(checkout, file, arch, what)
-            found = added(row, found) if arguments.rest else found
+            if arguments.rest:
+                if NOTHING in found["failures"]:
+                    print(f"{file} (sm{arch}): {found['failures'][NOTHING]}", file=sys.stderr, flush=True)
+                    continue
+                found = added(row, found)
             te_suite_page.join(arguments.docs, arch, file, found)
             counts = total.setdefault(name, dict.fromkeys(OUTCOMES, 0))
             for outcome in counts:

@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for file, module in IMPORTED_FOR_ONE_TEST.items():
         if any(file in argument for argument in config.args) and importlib.util.find_spec(module) is None:
             sys.modules[module] = types.ModuleType(module)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes whose parent has died become this one's
+    take_orphans()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -104,6 +104,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
     """End what a test has started in another session."""
+    end_children()
+
+
+def take_orphans() -> None:
+    """Become the parent of processes below this one whose parent has died."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_children() -> None:
+    """Kill the children of this process that have another session, such as ranks whose launcher has died."""
     for children in Path("/proc/self/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
             with contextlib.suppress(ProcessLookupError, ChildProcessError):

@@ -3,6 +3,7 @@ file it stops."""
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -237,6 +238,22 @@ def test_what_is_added_to_a_row(monkeypatch):
 def test_ranks_that_a_test_leaves_behind_end_with_it(suite):
     printed, written = suite("--only", "test_ranks.py")
     assert printed == {"test_ranks.py": {"passed": 2, "failed": 0, "skipped": 0}}, written
+
+
+def test_ranks_of_a_test_that_is_cut_off_end_with_the_file(tmp_path):
+    """They have a session of their own, and their launcher dies with pytest."""
+    rank = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(600)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {rank!r}], start_new_session=True)"
+    tool = f"""
+import os, sys, time
+from pathlib import Path
+import te_suite
+te_suite.take_orphans()
+with te_suite._running([sys.executable, "-S", "-c", {launcher!r}], Path(), dict(os.environ), Path("log")):
+    while not (Path("rank").exists() and Path("rank").read_text()): time.sleep(0.1)
+assert not Path("/proc", Path("rank").read_text()).exists()
+"""
+    subprocess.run([sys.executable, "-c", tool], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(TOOLS)}, check=True)
 
 
 def test_ranks_run_a_file_together(suite, tmp_path):
