@@ -1,13 +1,14 @@
 """Run TransformerEngine's own tests on the CPU implementation of its extension, and say what passed.
 
     python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--seed N] [--without WORD ...]
-                             [--limit S] [--test-limit S] [--commit SHA] [--json] [--docs FOLDER]
+                             [--limit S] [--test-limit S] [--rest] [--commit SHA] [--json] [--docs FOLDER]
 
 CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pytorch`` is used and the version told; no
 file of it belongs to this project. Each file runs in a process of its own, with the variables that TE's scripts give
 it, for each architecture that is stood for. Every test is written down as it ends, so a file that is stopped at its
 limit reports what it got through; a test that hangs or takes its process with it has failed, and the file goes on after
-it. ``--sample N`` takes N tests of each file, chosen by ``--seed``. Tests with one of the words of ``--without`` in
+it. ``--rest`` goes on where that limit cut a file off, with the sample, seed and words that its row names, and adds to
+the row. ``--sample N`` takes N tests of each file, chosen by ``--seed``. Tests with one of the words of ``--without`` in
 their name are left out: as a rule those of matrices with a side of 8192 or more, which take minutes each.
 
 ``FILE+debug`` is a file once more, while TE's debug tool looks on, as TE's scripts run two of them. That and the files
@@ -34,13 +35,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import te_suite_page
-from te_suite_plugin import RECORD, SAMPLE, SEED, events
+from te_suite_plugin import AFTER, RECORD, SAMPLE, SEED, end_children, events, take_orphans
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = """
@@ -95,6 +96,9 @@ BEFORE = {"test_checkpoint.py": ("--save-checkpoint", "all")}
 """Files that TE's script first runs as a program, with these arguments: it writes what the tests read."""
 
 ARCHITECTURES = (100, 90)
+OUTCOMES = ("passed", "failed", "skipped")
+NOTHING = "(the file)"
+"""The failure of a file of which no test ended."""
 TOO_LARGE = ("8192", "16384")
 _RANKS = "2"
 _START_RANKS = ("distributed/", "debug/test_distributed")
@@ -107,13 +111,23 @@ _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={
 @dataclass(frozen=True)
 class Limits:
     """How much of a file is run: tests at random (0 is all), seconds for the file, seconds for a test, words of names
-    to leave out, and what the choice at random begins with."""
+    to leave out, what the choice at random begins with, and how many of the chosen tests were run before."""
 
     sample: int
     file: int
     test: int
     without: tuple[str, ...] = TOO_LARGE
     seed: int = 0
+    after: int = 0
+
+    def rest_of(self, row: dict[str, Any], file: str, tested: dict[str, str | None]) -> Limits | None:
+        """Return these limits for what a row did not reach; None where that is nothing."""
+        if not row.get("not_reached"):
+            return None
+        if row.get("tree") != tested:
+            raise SystemExit(f"{file}: its row is of another tree, {row.get('tree')}; without --rest, it is run anew")
+        ended = sum(row[outcome] for outcome in OUTCOMES) - (NOTHING in row["failures"])
+        return replace(self, sample=row["sample"], seed=row["seed"], without=tuple(row["without"]), after=ended)
 
 
 def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
@@ -166,6 +180,7 @@ def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Pat
         "TE_SUITE_ARCH": str(arch),
         SAMPLE: str(limits.sample),
         SEED: str(limits.seed),
+        AFTER: str(limits.after),
         RECORD: str(record),
         "NVTE_TEST_CHECKPOINT_ARTIFACT_PATH": str(record.parent / "artifacts"),
         **dict(setting.split("=") for setting in VARIABLES.get(file, "").format(**_debug_tool(folder)).split()),
@@ -226,6 +241,7 @@ def _running(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            end_children()  # ranks of a test that was cut off, whose launcher died with pytest
 
 
 def _unfinished(found: list[dict[str, Any]]) -> str | None:
@@ -252,10 +268,10 @@ def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str)
             if stopped == "at its limit"
             else f"no test ran: {' '.join(log.split())[-400:]}"
         )
-        outcomes["(the file)"] = ("failed", why)
+        outcomes[NOTHING] = ("failed", why)
     counts = Counter(outcome for outcome, _ in outcomes.values())
     return {
-        **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+        **{outcome: counts[outcome] for outcome in OUTCOMES},
         "not_reached": max(0, selected - len(outcomes)) if stopped == "at its limit" else 0,
         "sample": limits.sample,
         "seed": limits.seed,
@@ -267,6 +283,19 @@ def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str)
         },
         "skips": dict(Counter(line for outcome, line in outcomes.values() if outcome == "skipped").most_common()),
     }
+
+
+def added(row: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with what of its file was run afterwards."""
+    sums = {key: row[key] + rest[key] for key in (*OUTCOMES, "limit")}
+    failures = {test: line for test, line in row["failures"].items() if test != NOTHING}
+    skips = Counter(row["skips"]) + Counter(rest["skips"])
+    sums["failed"] -= len(row["failures"]) - len(failures)
+    return rest | sums | {
+        "test_limit": max(row["test_limit"], rest["test_limit"]),
+        "failures": failures | rest["failures"],
+        "skips": dict(skips.most_common()),
+    }  # fmt: skip
 
 
 def tree(checkout: Path, commit: str | None) -> dict[str, str | None]:
@@ -299,6 +328,7 @@ def main() -> int:
     parser.add_argument(
         "--test-limit", type=int, default=120, metavar="SECONDS", help="for each test (default: %(default)s)"
     )
+    parser.add_argument("--rest", action="store_true", help="go on with the rows whose limit cut them off")
     parser.add_argument(
         "--docs", type=Path, default=ROOT / "docs", metavar="FOLDER", help="where te_suite.json and te_suite.md lie"
     )
@@ -306,6 +336,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without), arguments.seed)
+    take_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, as Ctrl-C does
     arguments.docs.mkdir(parents=True, exist_ok=True)  # before anything runs for an hour
     checkout = arguments.checkout.resolve()
@@ -314,9 +345,19 @@ def main() -> int:
     for name in arguments.only or FILES:
         file = name if name.endswith(".py") else f"{name}.py"
         for arch in arguments.arch or ARCHITECTURES:
-            found = {"date": date.today().isoformat(), "tree": tested} | run(checkout, file, arch, limits)
+            row = te_suite_page.rows(arguments.docs).get(str(arch), {}).get(file, {}) if arguments.rest else {}
+            what = limits.rest_of(row, file, tested) if arguments.rest else limits
+            if what is None:
+                print(f"{file} (sm{arch}): no row that was cut off", file=sys.stderr, flush=True)
+                continue
+            found = {"date": date.today().isoformat(), "tree": tested} | run(checkout, file, arch, what)
+            if arguments.rest:
+                if NOTHING in found["failures"]:
+                    print(f"{file} (sm{arch}): {found['failures'][NOTHING]}", file=sys.stderr, flush=True)
+                    continue
+                found = added(row, found)
             te_suite_page.join(arguments.docs, arch, file, found)
-            counts = total.setdefault(name, {"passed": 0, "failed": 0, "skipped": 0})
+            counts = total.setdefault(name, dict.fromkeys(OUTCOMES, 0))
             for outcome in counts:
                 counts[outcome] += found[outcome]
             told = ", ".join(f"{found[key]} {key.replace('_', ' ')}" for key in (*counts, "not_reached"))

@@ -175,10 +175,17 @@ def cause_of(file: str, test: str, line: str) -> str | None:
     return None
 
 
+def rows(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of the runs before, by architecture and file."""
+    path = folder / DATA
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
 def join(folder: Path, arch: int, file: str, found: dict[str, Any]) -> None:
     """Put one file's results among those of the runs before, and draw the page."""
     path = folder / DATA
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = rows(folder)
     results.setdefault(str(arch), {})[file] = found
     path.write_text(
         json.dumps({a: dict(sorted(results[a].items())) for a in sorted(results, reverse=True)}, indent=1) + "\n"
@@ -204,7 +211,7 @@ CHECKOUT is a copy of TransformerEngine's public repository; of it only `tests/p
 *Tests of* is the version and the commit of that copy: d0067d0da is the head of `main` on 22 August 2026.
 *Sample* is how many of a file's tests were run at most, chosen at random with seed 0 or the seed that it names (`--sample`, `--seed`), less
 those with a word in their name (`--without`); *limits* are the seconds for the file and for a test. Tests of matrices with a side of 8192 or more are left out everywhere.
-*Not reached* are tests that the file's limit cut off. Files of `distributed/fsdp2_tests` run on two ranks, and a test fails if it does on one.
+*Not reached* are tests that the file's limit cut off; `--rest` runs those alone and adds to the row. Files of `distributed/fsdp2_tests` run on two ranks, and a test fails if it does on one.
 The reference of test_float8_blockwise_gemm_exact has a Triton kernel for `x * s + y`, rounded once, in whose place the tool computes it (`fused_fma`).
 
 `FILE+debug` is a file while TE's precision debug tool looks on, at every tensor, as TE's scripts run it. That and the files of `debug/` need its

@@ -28,7 +28,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-RECORD, SAMPLE, SEED = "TE_SUITE_RECORD", "TE_SUITE_SAMPLE", "TE_SUITE_SEED"
+RECORD, SAMPLE, SEED, AFTER = "TE_SUITE_RECORD", "TE_SUITE_SAMPLE", "TE_SUITE_SEED", "TE_SUITE_AFTER"
 LONGEST_LINE = 400
 IMPORTED_FOR_ONE_TEST = {"test_onnx_export": "tensorrt"}
 """Modules that a file imports at its head for one test alone. Where one is missing, an empty one lets the others
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for file, module in IMPORTED_FOR_ONE_TEST.items():
         if any(file in argument for argument in config.args) and importlib.util.find_spec(module) is None:
             sys.modules[module] = types.ModuleType(module)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes whose parent has died become this one's
+    take_orphans()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -79,6 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted and len(items) > wanted:
         kept = set(random.Random(int(os.environ[SEED])).sample(range(len(items)), wanted))
         items[:] = [item for i, item in enumerate(items) if i in kept]
+    items[:] = items[int(os.environ[AFTER]) :]
     _write(collected=len(items))
     done = {event["ends"] for event in events(Path(os.environ[RECORD])) if "ends" in event}
     items[:] = [item for item in items if item.nodeid not in done]
@@ -103,6 +104,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
     """End what a test has started in another session."""
+    end_children()
+
+
+def take_orphans() -> None:
+    """Become the parent of processes below this one whose parent has died."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_children() -> None:
+    """Kill the children of this process that have another session, such as ranks whose launcher has died."""
     for children in Path("/proc/self/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
             with contextlib.suppress(ProcessLookupError, ChildProcessError):

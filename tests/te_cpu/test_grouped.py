@@ -88,6 +88,29 @@ def test_a_group_is_written_again_unless_told_not_to_be():
     assert torch.equal(group.rowwise_data, tex.group_quantize(second, quantizer, 2, None).rowwise_data)
 
 
+@pytest.mark.parametrize("name", [*NAMES, "delayed"])
+def test_one_tensor_is_written_again_unless_told_not_to_be(name):
+    """TE's flag in place of a branch: no buffer changes, nor delayed scaling's amax, and none moves."""
+    torch.manual_seed(0)
+    delayed = Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType(E4M3))
+    quantizer = delayed if name == "delayed" else QUANTIZERS[name]()
+    first, second = torch.randn(2, 256, 512).bfloat16() * torch.tensor([1.0, 3.0]).bfloat16()[:, None, None]
+    tensor, told = quantizer(first), torch.ones(1)
+
+    def state():
+        return _held(tensor) | ({"amax": quantizer.amax} if name == "delayed" else {})
+
+    before, places = {k: v.clone() for k, v in state().items()}, {k: v.data_ptr() for k, v in state().items()}
+    tensor.quantize_(second, noop_flag=told)
+    assert all(torch.equal(values, before[buffer]) for buffer, values in state().items())
+    tensor.quantize_(second, noop_flag=told.zero_())
+    assert {k: v.data_ptr() for k, v in state().items()} == places
+    again = quantizer(second)
+    for buffer, values in _held(again).items():
+        assert torch.equal(state()[buffer], values), buffer
+    assert any(not torch.equal(values, before[buffer]) for buffer, values in state().items())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_columns_alone_are_those_of_both(name):
     """One tensor of current scaling is refused them on Hopper; a group has a kernel of its own."""

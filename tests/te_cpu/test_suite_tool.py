@@ -3,6 +3,7 @@ file it stops."""
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,9 +190,70 @@ def test_a_file_that_is_stopped_reports_what_it_got_through(suite):
     assert written["test_slow.py"]["not_reached"] == 50 - printed["test_slow"]["passed"]
 
 
+def test_a_file_that_was_stopped_goes_on_where_it_was(suite, tmp_path):
+    """The sample is the row's; a row that is whole stays as it is, and none is added to with another tree's tests."""
+    _, written = suite("--only", "test_many", "--sample", "9", "--seed", "1", "--limit", "400")
+    whole = written["test_many.py"]
+    cut = whole | {"failed": 4, "not_reached": 5, "failures": dict([*whole["failures"].items()][:4])}
+    path = tmp_path / "new" / "docs" / "te_suite.json"
+    path.write_text(json.dumps({"90": {"test_many.py": cut}}))
+
+    rest = ("--rest", "--only", "test_many", "--limit", "500")
+    printed, written = suite(*rest)
+    assert printed == {"test_many": {"passed": 0, "failed": 9, "skipped": 0}}
+    assert written["test_many.py"] == whole | {"limit": 900}
+    assert suite(*rest)[0] == {}
+
+    path.write_text(json.dumps({"90": {"test_many.py": cut | {"tree": {"version": "9.8.7", "commit": None}}}}))
+    with pytest.raises(AssertionError, match="its row is of another tree"):
+        suite(*rest)
+
+
+def test_what_is_added_to_a_row(monkeypatch):
+    """Counts, failures and reasons of both; that nothing had ended is no failure any more."""
+    monkeypatch.syspath_prepend(TOOLS)
+    import te_suite
+
+    row = {"passed": 0, "failed": 1, "skipped": 0, "limit": 9, "test_limit": 5, "skips": {}, "not_reached": 3}
+    row |= {
+        "failures": {te_suite.NOTHING: "nothing ended within 9 s"},
+        "tree": {},
+        "without": [],
+        "sample": 4,
+        "seed": 1,
+    }
+    assert te_suite.Limits(0, 20, 8).rest_of(row, "test_x.py", {}).after == 0
+    found = {"passed": 1, "failed": 1, "skipped": 1, "limit": 20, "test_limit": 8, "skips": {"no": 1}, "not_reached": 1}
+    row = te_suite.added(
+        row, found | {"failures": {"test_one": "1 / 0"}} | {k: row[k] for k in ("tree", "without", "sample", "seed")}
+    )
+    assert [row[key] for key in (*te_suite.OUTCOMES, "limit", "not_reached")] == [1, 1, 1, 29, 1]
+    limits = te_suite.Limits(0, 20, 8).rest_of(row, "test_x.py", {})
+    assert (limits.after, limits.sample, limits.seed, limits.without) == (3, 4, 1, ())
+    row = te_suite.added(row, found | {"failures": {"test_two": "2 / 0"}, "not_reached": 0})
+    assert (row["failed"], row["skips"], list(row["failures"])) == (2, {"no": 2}, ["test_one", "test_two"])
+    assert te_suite.Limits(0, 20, 8).rest_of(row, "test_x.py", {}) is None
+
+
 def test_ranks_that_a_test_leaves_behind_end_with_it(suite):
     printed, written = suite("--only", "test_ranks.py")
     assert printed == {"test_ranks.py": {"passed": 2, "failed": 0, "skipped": 0}}, written
+
+
+def test_ranks_of_a_test_that_is_cut_off_end_with_the_file(tmp_path):
+    """They have a session of their own, and their launcher dies with pytest."""
+    rank = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(600)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {rank!r}], start_new_session=True)"
+    tool = f"""
+import os, sys, time
+from pathlib import Path
+import te_suite
+te_suite.take_orphans()
+with te_suite._running([sys.executable, "-S", "-c", {launcher!r}], Path(), dict(os.environ), Path("log")):
+    while not (Path("rank").exists() and Path("rank").read_text()): time.sleep(0.1)
+assert not Path("/proc", Path("rank").read_text()).exists()
+"""
+    subprocess.run([sys.executable, "-c", tool], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(TOOLS)}, check=True)
 
 
 def test_ranks_run_a_file_together(suite, tmp_path):
