@@ -28,8 +28,7 @@ were read back. {versions}; {count} architectures.
 NOT = """
 ## Not started
 
-vLLM itself did not start these here in BF16 from the configuration that transformers makes (a checkpoint's own has keys that some of
-vLLM's models ask for), or without torchvision, so nothing was tried:
+vLLM itself did not start these here in BF16 from a checkpoint that transformers makes, or without torchvision, so nothing was tried:
 
 | family | what vLLM says |
 |---|---|

@@ -2,7 +2,8 @@
 in there.
 
 A row is a family's configuration class and what makes it tiny beside ``COMMON``: two layers (three where three kinds
-take turns), hidden size 256, a vocabulary of 512.
+take turns), hidden size 256, a vocabulary of 512. It also has the keys that vLLM's model reads in a checkpoint's
+``config.json`` and that transformers' class lacks (``use_routing_bias``).
 """
 
 import torch
@@ -97,7 +98,7 @@ FAMILIES = {
     "ernie4_5_moe": ("Ernie4_5_MoeConfig", DENSE | {
         "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 128, "moe_num_shared_experts": 1,
         "moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_layer_interval": 1}),
-    "exaone_moe": ("ExaoneMoeConfig", DENSE | EXPERTS | {"sliding_windows": None,
+    "exaone_moe": ("ExaoneMoeConfig", DENSE | EXPERTS | {"sliding_windows": [64, 64],
         "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}),
     "flex_olmo": ("FlexOlmoConfig", DENSE | EXPERTS | {"intermediate_size": 128}),
@@ -126,8 +127,10 @@ FAMILIES = {
         "v_head_dim": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 64,
         "swa_v_head_dim": 64, "sliding_window": 64,
         "hybrid_layer_pattern": [0, 1], "layer_types": ["full_attention", "sliding_attention"],
-        "mlp_layer_types": ["dense", "sparse"]}),
-    "minimax_m2": ("MiniMaxM2Config", LOCAL | {"intermediate_size": 128, "rotary_dim": 32, "scoring_func": "sigmoid"}),
+        "mlp_layer_types": ["dense", "sparse"], "moe_layer_freq": [0, 1], "sliding_window_size": 64,
+        "layernorm_epsilon": 1e-5}),
+    "minimax_m2": ("MiniMaxM2Config", LOCAL | {
+        "intermediate_size": 128, "rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}),
     "mixtral": ("MixtralConfig", LOCAL),
     "olmoe": ("OlmoeConfig", DENSE | EXPERTS | {"intermediate_size": 128}),
     "phimoe": ("PhimoeConfig", LOCAL),
