@@ -108,12 +108,12 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def take_orphans() -> None:
-    """Become the parent of processes below this one whose parent has died."""
+    """Adopt the processes below this one whose parent has died."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children() -> None:
-    """Kill the children of this process that have another session, such as ranks whose launcher has died."""
+    """End the children of this process that have another session, such as ranks whose launcher has died."""
     for children in Path("/proc/self/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
             with contextlib.suppress(ProcessLookupError, ChildProcessError):

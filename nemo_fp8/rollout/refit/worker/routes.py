@@ -271,7 +271,7 @@ def before_loading(tensor: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor
     """Return a parameter as it was when the model was built: a meta tensor with the parameter's own loader."""
     tensor = restore_layer_refs(to_meta_tensor(tensor), layer)
     # Without what vLLM's reload wraps around it. That is a function; a partial (of MiniMax-M2's norms) has no name.
-    if hasattr(getattr(tensor, "weight_loader", None), "__name__"):
+    if hasattr(tensor, "weight_loader") and hasattr(tensor.weight_loader, "__name__"):
         tensor.weight_loader = _get_original_loader(tensor)
     return tensor
 
