@@ -160,7 +160,7 @@ def _fitting(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[torch.Tens
 
 def _as_written(device: torch.device) -> AbstractContextManager[None]:
     """Keep ``torch.autocast`` out: it would round the FP32 values of operands, and the sums, to BF16."""
-    on = torch.is_autocast_enabled(device.type)
+    on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
