@@ -349,3 +349,11 @@ dist.destroy_process_group()
 def test_a_chunk_is_a_whole_number_of_bytes(chunk):
     with pytest.raises(PrecisionError, match=r"chunk=(.|\n)*whole number of bytes"):
         Refit("http://127.0.0.1:1", chunk=chunk)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8000", "localhost", "Qwen/Qwen3-8B", "ftp://127.0.0.1", "/models/qwen3"]
+)
+def test_a_text_that_is_no_url_is_refused_before_a_push(url):
+    with pytest.raises(PrecisionError, match=r"Cannot push to(.|\n)*Give http://HOST:PORT"):
+        Refit(url)

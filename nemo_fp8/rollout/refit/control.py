@@ -374,10 +374,17 @@ class _AsyncRefusal(_Refusal):
 class Server:
     """Controls an OpenAI server with our endpoints (:mod:`nemo_fp8.rollout.refit.door`).
 
-    The server holds and refuses requests by itself, so those methods have nothing to do here.
+    The server holds and refuses requests by itself, so those methods have nothing to do here. Raises PrecisionError if
+    ``url`` is none.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise PrecisionError(
+                f"Cannot push to {url!r}.",
+                "An engine that is given by a text is a server, and this is no URL of one.",
+                "Give http://HOST:PORT, or the vllm.LLM itself.",
+            )
         self.url, self.token, self.timeout = url.rstrip("/"), token, timeout
         self.local = is_loopback(urlsplit(self.url).hostname or "")
         self.running, self.forgotten = "wait", False
