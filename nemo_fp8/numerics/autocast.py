@@ -40,7 +40,7 @@ from nemo_fp8.models.selection import contract_of
 from nemo_fp8.numerics import bf16
 from nemo_fp8.numerics.delayed import DelayedState, update
 from nemo_fp8.numerics.linear import linear
-from nemo_fp8.numerics.selection import fits, is_te, linear_weights
+from nemo_fp8.numerics.selection import fits, is_te, linear_weights, require_module
 
 _RECORDS = "_nemo_fp8_records"
 
@@ -87,8 +87,8 @@ class autocast:
     ``precision`` is a contract, or the name of a preset or of a YAML file. ``model`` is needed if the contract treats
     single linears differently or keeps amaxes. ``group`` is the process group over which delayed scaling reduces its
     amaxes. The object may be entered again and again, and nested. A contract without FP8, or ``enabled=False``,
-    switches FP8 off inside. Raises PrecisionError if there is no such preset or file, or if the contract needs
-    ``model`` and it is missing.
+    switches FP8 off inside. Raises PrecisionError if there is no such preset or file, if ``model`` is none, or if the
+    contract needs it and it is missing.
 
     Threads may share the object; a thread that starts inside of a region has none, as with ``torch.autocast``.
     """
@@ -102,6 +102,8 @@ class autocast:
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         precision = given(precision)
+        if model is not None:
+            require_module(model)
         self.precision, self.model, self.group = precision, model, group
         self.enabled = enabled and precision.is_quantized
         # Modules hold their records; a weight is looked up when it is used, since it or its module may have been

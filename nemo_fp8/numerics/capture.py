@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.selection import require_module
 
 
 @contextmanager
@@ -29,8 +30,16 @@ def capture(
     """Record inputs and output gradients of the linears whose names match ``only``, and save them to ``path``.
 
     ``rows`` is the most that is kept of a tensor. Yields the dictionary that is being filled; it is complete when the
-    block ends. If the block raises, nothing is saved. Raises PrecisionError if no linear matches, or none ran.
+    block ends. If the block raises, nothing is saved. Raises PrecisionError if no linear matches, none ran, or, before
+    the block, if ``model`` is none or there cannot be a file at ``path``.
     """
+    require_module(model)
+    if path is not None and (not isinstance(path, str | Path) or Path(path).is_dir() or not Path(path).parent.is_dir()):
+        raise PrecisionError(
+            f"Nothing can be saved at {path!r}.",
+            "It is a folder, or lies in none, and what was captured would be lost at the end.",
+            "Give the path of a file in a folder that exists.",
+        )
     linears = {name: m for name, m in model.named_modules() if _is_linear(m) and fnmatchcase(name, only)}
     if not linears:
         raise PrecisionError(

@@ -27,6 +27,7 @@ them to zero). That is why bit-exactness ends at the operands.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -49,8 +50,15 @@ def gemm(
 ) -> torch.Tensor:
     """Compute ``op(a) @ op(b).T + bias`` as a matrix of ``out_dtype``; leading dimensions are flattened.
 
-    Raises PrecisionError if the contracted dimensions differ in length.
+    Raises PrecisionError if an operand is not quantized, the contracted dimensions differ in length, only one operand
+    is transformed, or ``bias`` has not one number for each column of the result.
     """
+    _check(a, b, bias)
+    with _as_written(a.device):
+        return _gemm(a, b, out_dtype, bias)
+
+
+def _gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
     if isinstance(a, QuantizedNVFP4) and isinstance(b, QuantizedNVFP4):
         return product_of_four_bits(a, b, out_dtype=out_dtype, bias=bias)
     real = scaled_mm(a, b, out_dtype, bias)
@@ -71,10 +79,16 @@ def product_of_four_bits(
     """Compute ``a @ b.T + bias``: FP32 sums of ``code * scale``, both amaxes last, and one rounding to ``out_dtype``.
 
     Both lie along the dimension that is contracted, turned and transformed alike. On numbers of like size the sums are
-    exact, in any order. Raises PrecisionError if one has more columns than the other.
+    exact, in any order. Raises PrecisionError if one has more columns than the other, or one alone is transformed.
     """
     if a.scale_inv.shape[1] != b.scale_inv.shape[1]:
         raise _do_not_fit(a, b)
+    if a.hadamard != b.hadamard:
+        raise PrecisionError(
+            "An NVFP4 operand after the Hadamard transform, times one without it.",
+            "The transform of one undoes that of the other; alone it leaves the values of 16 columns mixed.",
+            "Quantize both with hadamard=True for usage 'col', or both without.",
+        )
     both = torch.reciprocal(torch.tensor(a.largest * b.largest))
     factor = a.amax.reshape(-1, 1) * b.amax.reshape(1, -1) * both
     alpha = _alpha(factor, bias, a.device) if out_dtype == torch.bfloat16 else None
@@ -88,8 +102,8 @@ def product_of_four_bits(
 
 def _alpha(factor: torch.Tensor | None, bias: torch.Tensor | None, device: torch.device) -> float | None:
     """Return what a GEMM with a BF16 result is to multiply its sums with; None if that would round them twice."""
-    if factor is None:
-        return 1.0
+    if factor is None:  # a bias in FP32 is not rounded before it is added
+        return 1.0 if bias is None or bias.dtype == torch.bfloat16 else None
     if factor.numel() != 1:
         return None
     alpha = float(factor)
@@ -144,6 +158,30 @@ def _fitting(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[torch.Tens
     return left, right
 
 
+def _as_written(device: torch.device) -> AbstractContextManager[None]:
+    """Keep ``torch.autocast`` out: it would round the FP32 values of operands, and the sums, to BF16."""
+    on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
+def _check(a: Quantized, b: Quantized, bias: torch.Tensor | None) -> None:
+    for q in (a, b):
+        if not isinstance(q, Quantized):
+            raise PrecisionError(
+                f"A GEMM of {type(q).__name__}.",
+                "It multiplies codes with their scales, which a plain tensor does not have.",
+                "Give what quantize() returns, or multiply with torch.",
+            )
+    columns = b.shape[:-1].numel() if b.usage == "row" else b.shape[-1]
+    if bias is not None and (not isinstance(bias, torch.Tensor) or tuple(bias.shape) != (columns,)):
+        raise PrecisionError(
+            f"A bias of {f'shape {tuple(bias.shape)}' if isinstance(bias, torch.Tensor) else type(bias).__name__} for "
+            f"{columns} columns.",
+            "A GEMM adds one number to each column of its result.",
+            f"Give a tensor of shape ({columns},).",
+        )
+
+
 def _do_not_fit(a: Quantized, b: Quantized) -> PrecisionError:
     return PrecisionError(
         f"Operands of shapes {tuple(a.shape)} ({a.usage}) and {tuple(b.shape)} ({b.usage}) do not fit.",
@@ -168,10 +206,10 @@ def _owed(a: Quantized, b: Quantized) -> torch.Tensor | None:
 
 def is_exact_in_bf16(q: Quantized) -> bool:
     """Return whether the values that enter a product are exact in BF16."""
-    if q.block is None:
+    if q.block is None or q.scale_inv.numel() == 0:
         return True
-    if q.scale_inv.numel() == 0:
-        return True
+    if isinstance(q, QuantizedNVFP4):  # beside an operand of FP8: a code times its scale and the tensor's
+        return False
     if q.scale_inv.dtype != torch.float32:  # E8M0: all powers of two but for NaN, and the codes say how small
         low, high = torch.aminmax(q.scale_inv.view(torch.uint8))
         return bool(high < 255) and (bool(low >= _LEAST_EXACT_CODE) or _only_zeros_below(q))

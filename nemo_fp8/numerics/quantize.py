@@ -72,6 +72,7 @@ def quantize(
     Raises PrecisionError if ``x`` has another dtype, lacks rows and columns for its tiles, or if the operand, the
     scale and the convention do not go together.
     """
+    _check_kinds(x, operand, scale, amax, epsilon)
     if operand.format == "e2m1":
         _check_fp4(x, operand, scale, epsilon)
         return nvfp4.quantize(
@@ -110,6 +111,7 @@ def quantize_into(
     element for each tile of ``x``, with any strides. Both are written once and never read. The other arguments and
     what is raised are those of :func:`quantize`; memory of a wrong shape or dtype, or that overlaps ``x``, is refused.
     """
+    _check_kinds(x, operand, scale, None, epsilon)
     if operand.format == "e2m1":
         raise PrecisionError(
             "Given memory for an E2M1 operand.",
@@ -280,6 +282,36 @@ def _elements(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------- checks
+
+
+def _check_kinds(x: object, operand: object, scale: object, amax: object, epsilon: float) -> None:
+    """Raise PrecisionError for what is no tensor, no operand, or no bound: nothing else can be asked of it."""
+    for name, value in (("x", x), ("scale", scale), ("amax", amax)):
+        if value is None and name != "x":
+            continue
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_nested:
+            kind = value.layout if isinstance(value, torch.Tensor) and not value.is_nested else type(value).__name__
+            raise PrecisionError(
+                f"Cannot quantize with {name}={kind}.",
+                "It is no tensor whose values lie in memory in rows.",
+                "Give a torch.Tensor, of a list or an array torch.tensor(...), of a sparse one x.to_dense().",
+            )
+    if not isinstance(operand, Operand) or not _is_tile(operand.block):
+        raise PrecisionError(
+            f"Cannot quantize by {operand!r}.",
+            "An operand says the format, the scale, and the block (rows, columns) of it, or None for the tensor.",
+            "Take precision.operand('weight'), or write Operand('e4m3', (128, 128), 'fp32').",
+        )
+    if not isinstance(epsilon, (int, float)) or not 0 <= epsilon < FP32_MAX:
+        raise PrecisionError(
+            f"epsilon={epsilon!r}.", "It is the least that an amax may be.", "Give a number from 0 on, or leave it out."
+        )
+
+
+def _is_tile(block: object) -> bool:
+    if block is None:
+        return True
+    return isinstance(block, tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
 
 
 def _check(x: torch.Tensor, operand: Operand, usage: str, scale: torch.Tensor | None, convention: str) -> Tile:

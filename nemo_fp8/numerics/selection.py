@@ -66,6 +66,16 @@ def _require_matches(precision: Precision, linears: list[str]) -> None:
         )
 
 
+def require_module(model: object) -> None:
+    """Raise PrecisionError for what is no model of torch."""
+    if not isinstance(model, torch.nn.Module):
+        raise PrecisionError(
+            f"A model that is a {type(model).__name__}.",
+            "Its linears are looked for among the modules of a torch.nn.Module.",
+            "Give the model itself; of several, torch.nn.ModuleList([...]).",
+        )
+
+
 def fits(weight: torch.Tensor, precision: Precision) -> bool:
     """Return whether FP8 GEMMs can multiply a weight of this shape."""
     rows, columns = weight.shape

@@ -60,8 +60,8 @@ def read(settings: Mapping[str, Setting], given: Mapping[str, Any]) -> tuple[dic
         if wrong:
             continue
         ours = setting.read(value)
-        if changes.setdefault(setting.field, ours) != ours:
-            first = said[setting.field]
+        first = said.setdefault(setting.field, name)
+        if changes.setdefault(setting.field, ours) != ours and first != name:  # NaN is not even itself
             problems.append(
                 Problem(
                     f"{first}={given[first]!r} and {name}={value!r} contradict each other.",
@@ -69,7 +69,6 @@ def read(settings: Mapping[str, Setting], given: Mapping[str, Any]) -> tuple[dic
                     f"Give only one of them, best {_best_name(settings, setting.field)!r}.",
                 )
             )
-        said.setdefault(setting.field, name)
     return changes, problems
 
 

@@ -143,6 +143,11 @@ def test_fp8_can_be_switched_off_and_an_unknown_argument_is_refused():
         nemo_fp8.bf16_with_fp8_mixed(fp8_margn=1)
 
 
+def test_a_loss_scale_that_is_no_number_is_refused():
+    with pytest.raises(PrecisionError, match="loss_scale=nan is not a positive"):
+        nemo_fp8.fp16_mixed(fp16_loss_scale=float("nan"))
+
+
 def test_a_plugin_can_be_copied_pickled_and_changed():
     plugin = fdl.build(nemo_fp8.bf16_with_fp8_tensorwise_mixed(keep=["*.gate"], engine="emulated"))
     for again in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):

@@ -389,3 +389,9 @@ def test_rules_by_module_give_each_linear_its_own_recipe():
     assert torch.equal(found["first"], model["first"](x))
     with pytest.raises(PrecisionError, match="autocast without a model"):
         autocast(p)
+
+
+@pytest.mark.parametrize("wrong", ["model", [], {}])
+def test_what_is_no_model_is_refused(wrong):
+    with pytest.raises(PrecisionError, match="A model that is a"):
+        nemo_fp8.autocast("bf16_with_fp8_blockwise_mixed", wrong)

@@ -68,3 +68,19 @@ def test_nothing_to_capture_is_an_error(model, tmp_path):
     with pytest.raises(PrecisionError, match="Nothing was captured"), capture(model, tmp_path / "a.safetensors"):
         pass
     assert not (tmp_path / "a.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("model_", "path", "words"),
+    [
+        (None, "a.safetensors", "a model that is a NoneType"),
+        ("model", "a.safetensors", "a model that is a str"),
+        (torch.nn.Linear(4, 4), "", "saved at"),
+        (torch.nn.Linear(4, 4), "missing/a.safetensors", "saved at"),
+        (torch.nn.Linear(4, 4), 3, "saved at 3"),
+    ],
+)
+def test_what_could_not_be_saved_is_refused_before_the_run(tmp_path, monkeypatch, model_, path, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PrecisionError, match=f"(?i){words}"), nemo_fp8.capture(model_, path):
+        raise AssertionError("the block ran")

@@ -14,7 +14,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize, quantize_pair
 from nemo_fp8.numerics.delayed import DelayedState
 from nemo_fp8.numerics.formats import format_of
-from nemo_fp8.numerics.gemm import gemm
+from nemo_fp8.numerics.gemm import gemm, is_exact_in_bf16
 from nemo_fp8.numerics.linear import linear, operands, quantize_weight
 from nemo_fp8.numerics.quantized import Quantized
 
@@ -328,6 +328,46 @@ def test_operands_that_do_not_fit_are_refused():
         gemm(quantize(torch.ones(4, 32), row), quantize(torch.ones(4, 16), row))
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a": torch.ones(4, 32)}, "A GEMM of Tensor"),
+        ({"b": None}, "A GEMM of NoneType"),
+        ({"bias": torch.ones(3)}, r"shape \(3,\) for 16 columns"),
+        ({"bias": torch.ones(4, 16)}, r"shape \(4, 16\) for 16 columns"),
+        ({"bias": torch.ones(1)}, "one number to each column"),
+        ({"bias": 1.0}, "float for 16 columns"),
+    ],
+)
+def test_what_is_no_operand_and_no_bias_is_refused(change, words):
+    row = Operand("e4m3", None, "fp32")
+    with pytest.raises(PrecisionError, match=words):
+        gemm(**{"a": quantize(torch.ones(4, 32), row), "b": quantize(torch.ones(16, 32), row), **change})
+
+
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+def test_a_bias_in_fp32_is_not_rounded_before_it_is_added(scale):
+    """Sums that cancel with the bias leave what BF16 would have rounded off it."""
+    a = torch.ones(1, 128)
+    bias = torch.full((3,), -128.0) + torch.tensor([0.25, 0.0, 2.0**-10])
+    operand = Operand("e4m3", (1, 128), scale)
+    out = gemm(quantize(a, operand), quantize(a.expand(3, 128), operand), bias=bias)
+    assert out.tolist() == [[0.25, 0.0, 2.0**-10]]
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_torch_s_own_autocast_changes_no_product(p, dtype):
+    """It casts what torch's operators multiply, and would round scaled values a second time."""
+    x, w, bias, dy = data(dtype=dtype)
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            y = linear(x, w, bias, precision=p, delayed=DelayedState(p) if p.scaling == "delayed" else None)
+            found.append([y, *torch.autograd.grad(y, (x, w), dy)])
+    assert all(map(torch.equal, *found))
+
+
 # ---------------------------------------------------------------------- four bits, and what the backward multiplies
 
 NVFP4 = Precision(format="e2m1", scaling="nvfp4", stochastic_rounding=False)
@@ -395,3 +435,20 @@ def test_gradients_of_four_bits_are_rounded_by_chance_so_that_their_mean_stays()
     of_the_mean = (several.mean(0) - exact).norm() / exact.norm()
     assert of_the_mean < 0.35 * (several[0] - exact).norm() / exact.norm()
     assert of_the_mean < 0.5 * (nearest.double() - exact).norm() / exact.norm(), "rounding to the nearest is a bias"
+
+
+def test_a_transformed_operand_meets_a_transformed_one_only():
+    x, dy = torch.randn(64, 32).bfloat16(), torch.randn(64, 48).bfloat16()
+    plain, turned = (Operand("e2m1", (1, 16), "e4m3", hadamard=on) for on in (False, True))
+    gemm(quantize(dy, turned, usage="col"), quantize(x, turned, usage="col"))
+    with pytest.raises(PrecisionError, match="Hadamard"):
+        gemm(quantize(dy, turned, usage="col"), quantize(x, plain, usage="col"))
+
+
+def test_four_bits_times_eight_are_not_rounded_before_they_are_multiplied():
+    a, _, _, _ = data(m=64, k=160, n=96)
+    b = torch.randn(96, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
+    four = quantize(a.detach() * 1.1, Operand("e2m1", (1, 16), "e4m3"))
+    eight = quantize(b, Operand("e4m3", (128, 128), "pow2"))
+    assert not is_exact_in_bf16(four)  # a processor with BF16 units would round its values
+    assert_rounded_once(gemm(four, eight, out_dtype=torch.float32), *oracle(four.dequantize(), eight.dequantize()))

@@ -359,6 +359,20 @@ def test_a_ledger_quantizes_as_the_reference_does(operand, shape):
         assert torch.equal(kept.planes[what].values.view(torch.uint8).reshape(-1), expected.reshape(-1))
 
 
+def test_a_cast_that_once_was_not_the_reference_s_is_held_against_it_again(monkeypatch):
+    """A trainer that wrote its weights during one push: ``verified`` of the next ones is no answer about that one."""
+    kept = Patchable(Entry("w", "bfloat16", (128, 128)), Operand("e4m3", (128, 128), "fp32"), ["0:128,0:128"])
+
+    def as_reference():
+        [*kept.strips(torch.ones(128, 128).bfloat16(), True, Room())]
+        return kept.as_reference
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "_compare", lambda *made: setattr(kept, "as_reference", False))
+        assert not as_reference()
+    assert as_reference()
+
+
 def test_single_codes_are_found_where_a_layout_stores_them():
     codes = (torch.arange(64 * 256) % 251).to(torch.uint8).view(64, 256)
     live = torch.empty_like(codes)

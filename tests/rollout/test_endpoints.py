@@ -52,9 +52,12 @@ class Engine:
     async def is_paused(self):
         return self.paused
 
-    async def reset_prefix_cache(self, reset_running_requests):
+    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
         self.asked.append("forget")
-        return self.forgets
+        return self.forgets and reset_running_requests and reset_connector
+
+    async def reset_encoder_cache(self):
+        pass
 
     async def update_weight_version(self, version):
         self.version = version
@@ -287,7 +290,7 @@ def test_a_push_says_whether_old_prefixes_were_forgotten(monkeypatch):
         return control.forget()
 
     class Failing(Engine):
-        async def reset_prefix_cache(self, reset_running_requests):
+        async def reset_prefix_cache(self, reset_running_requests, reset_connector):
             raise RuntimeError("no cache")
 
     busy = Engine()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.refit import Entry, Manifest, fingerprint
+from nemo_fp8.rollout.refit import Entry, Manifest, Refit, fingerprint
 from nemo_fp8.rollout.refit.control import refusal
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
 from nemo_fp8.rollout.refit.memory import MOST_MAPPED, Mappings, Opened, Shared, SharedWeights
@@ -343,3 +343,17 @@ dist.destroy_process_group()
     )
     assert "w is a DTensor." in done.stdout, done.stderr
     assert "full_tensor()" in done.stdout
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2**20 - 1, 1.5e6, "1 MiB", None, float("nan")])
+def test_a_chunk_is_a_whole_number_of_bytes(chunk):
+    with pytest.raises(PrecisionError, match=r"chunk=(.|\n)*whole number of bytes"):
+        Refit("http://127.0.0.1:1", chunk=chunk)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8000", "localhost", "Qwen/Qwen3-8B", "ftp://127.0.0.1", "/models/qwen3"]
+)
+def test_a_text_that_is_no_url_is_refused_before_a_push(url):
+    with pytest.raises(PrecisionError, match=r"Cannot push to(.|\n)*Give http://HOST:PORT"):
+        Refit(url)

@@ -3,9 +3,11 @@ again."""
 
 import gc
 import random
+import threading
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ from nemo_fp8.rollout.refit.worker.sinks import Blocks
 
 MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 BLOCK = Operand("e4m3", (128, 128), "fp32")
-EMBEDDINGS = "model.embed_tokens.weight"
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
 
 
@@ -505,6 +507,43 @@ def test_a_mixed_engine_lets_no_request_end(qwen3):
     Refit(worker).push(qwen3[1]).require()
     Refit(worker).push(qwen3[1]).require()
     assert worker.log == ["hold keep", "hold keep", "free", "hold wait", "free"]
+
+
+def test_two_pushes_at_once_come_one_after_the_other(qwen3):
+    """The first would resume an engine that the second has paused, and requests be computed while weights change."""
+    worker, tensors = Forgetful(qwen3[0], True), qwen3[1]
+    begun, asked = threading.Event(), threading.Event()
+
+    def slowly():
+        for pair in tensors.items():
+            yield pair
+            begun.set()
+            asked.wait(60)
+
+    def second():
+        begun.wait(60)
+        threading.Timer(1.0, asked.set).start()
+        return Refit(worker).push(tensors)
+
+    with ThreadPoolExecutor(2) as pool:
+        pushes = [pool.submit(Refit(worker).push, slowly(), manifest=tensors), pool.submit(second)]
+        one, other = (push.result().require() for push in pushes)
+    assert one.fingerprint == other.fingerprint
+    assert worker.log == ["hold wait", "free"] * 2
+
+
+@pytest.mark.parametrize("shape", [(528, 256), (512, 128)])
+def test_a_head_that_nothing_was_compared_with_is_not_passed_over(checkpoint, shape):
+    """The engine has one weight for head and embeddings. A head of another shape can be neither of them."""
+    worker = Worker(build(checkpoint("llama_tied", 0)))
+    tensors = weights_of(checkpoint("llama_tied", 1))
+    Refit(worker).push(tensors | {HEAD: tensors[EMBEDDINGS]}).require()
+    for head, words in (
+        (tensors[EMBEDDINGS] + 1, "is not"),
+        (torch.zeros(shape).bfloat16(), "nothing here could be it"),
+    ):
+        with pytest.raises(PrecisionError, match=f"{HEAD} .*{words}"):
+            Refit(worker).push(tensors | {HEAD: head})
 
 
 class Distant(Worker):

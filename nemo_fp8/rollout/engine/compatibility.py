@@ -112,6 +112,12 @@ INTERNALS = (
     Internal(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),
     Internal(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
     Internal(f"{_LAYERS}.attention", "is_deferred_attention_layer"),
+    Internal("vllm.entrypoints.llm", "LLM.reset_prefix_cache", ("reset_running_requests", "reset_connector")),
+    Internal("vllm.v1.engine.llm_engine", "LLMEngine.reset_encoder_cache"),
+    Internal("vllm.v1.engine.async_llm", "AsyncLLM.reset_encoder_cache"),
+    Internal("vllm.config", "KVTransferConfig", ("kv_connector", "kv_connector_extra_config")),
+    Internal("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory.get_connector_class"),
+    Internal("vllm.distributed.kv_transfer.kv_connector.v1", "KVConnectorBase_V1.reset_cache"),
     Internal(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
     Internal(
         f"{_TRANSFER}.factory",

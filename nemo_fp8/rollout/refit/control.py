@@ -4,7 +4,8 @@
     hold(running) / free()   compute no request while weights change; ``running`` says what happens to unfinished ones.
                              An engine that its owner had paused, or put to sleep, stays so
     refuse(why) / allow()    refuse requests, with the reason, after a push that died, until a push ends well
-    forget()                 drop what was computed with old weights (the prefix cache); return whether vLLM did
+    forget()                 drop what was computed with old weights (the prefix cache, a KV connector's store, what
+                             encoders made); return whether vLLM did
 
 An ``LLM`` can have unfinished requests, too: of a ``generate`` that was interrupted, of a loop around ``step()``, of
 another thread. Its EngineCore is another process, which computes them whether or not anybody waits, and to which one
@@ -67,7 +68,7 @@ class Control(Protocol):
         """Take requests again; does nothing if they were not refused."""
 
     def forget(self) -> bool:
-        """Drop the prefix cache; return whether vLLM says that it did. If not, the receipt is not ``ok``."""
+        """Drop what :func:`forgotten` does; return whether vLLM says that it did. If not, the receipt is not ``ok``."""
 
 
 @runtime_checkable
@@ -179,8 +180,9 @@ class Offline:
             vars(self.llm.llm_engine).pop(name, None)
 
     def forget(self) -> bool:
-        # Without the argument vLLM keeps its whole cache if any request is unfinished.
-        return bool(self.answered(lambda: self.llm.reset_prefix_cache(reset_running_requests=True)))
+        done = self.answered(lambda: self.llm.reset_prefix_cache(**EVERYTHING))
+        self.answered(self.llm.llm_engine.reset_encoder_cache)
+        return bool(done)
 
     def answered(self, ask: Callable[[], Any]) -> Any:
         """Return what ``ask()`` does; raise PrecisionError if the engine dies meanwhile."""
@@ -191,6 +193,21 @@ class Offline:
     def _is_dead(self) -> bool:
         resources = getattr(self.llm.llm_engine.engine_core, "resources", None)
         return resources is not None and bool(resources.engine_dead)
+
+
+EVERYTHING = {"reset_running_requests": True, "reset_connector": True}
+"""What vLLM is asked to drop. Without the first it keeps its whole cache if any request is unfinished, without the
+second what a KV connector keeps elsewhere."""
+
+
+async def forgotten(engine: Any) -> bool:
+    """Have an AsyncLLM drop all keys and values, and what encoders made of images; return whether it did.
+
+    An encoder's outputs lie in workers, which drop them at the end of a push, and the scheduler counts on them.
+    """
+    done = await engine.reset_prefix_cache(**EVERYTHING)
+    await engine.reset_encoder_cache()
+    return bool(done)
 
 
 COVERED = {
@@ -337,7 +354,7 @@ class OnLoop:
             vars(self.engine).pop(name, None)
 
     def forget(self) -> bool:
-        return bool(self._wait(self.engine.reset_prefix_cache(reset_running_requests=True)))
+        return bool(self._wait(forgotten(self.engine)))
 
     def _wait(self, what: Coroutine[Any, Any, Any]) -> Any:
         return answered(asyncio.run_coroutine_threadsafe(what, self.loop), lambda: bool(self.engine.errored))
@@ -357,10 +374,17 @@ class _AsyncRefusal(_Refusal):
 class Server:
     """Controls an OpenAI server with our endpoints (:mod:`nemo_fp8.rollout.refit.door`).
 
-    The server holds and refuses requests by itself, so those methods have nothing to do here.
+    The server holds and refuses requests by itself, so those methods have nothing to do here. Raises PrecisionError if
+    ``url`` is none.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise PrecisionError(
+                f"Cannot push to {url!r}.",
+                "An engine that is given by a text is a server, and this is no URL of one.",
+                "Give http://HOST:PORT, or the vllm.LLM itself.",
+            )
         self.url, self.token, self.timeout = url.rstrip("/"), token, timeout
         self.local = is_loopback(urlsplit(self.url).hostname or "")
         self.running, self.forgotten = "wait", False

@@ -35,7 +35,17 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.moved import renamed
 from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
 from nemo_fp8.rollout.refit.alive import LOOK, answered_on_loop
-from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, RUNNING, Answer, refusal, version_to_set, why_mixed
+from nemo_fp8.rollout.refit.control import (
+    LENGTH,
+    PREFIX,
+    ROUTE,
+    RUNNING,
+    Answer,
+    forgotten,
+    refusal,
+    version_to_set,
+    why_mixed,
+)
 from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES, is_version
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.storage.safetensors import bytes_of
@@ -290,11 +300,11 @@ class RefitEndpoints:
         """End a push: drop the prefix cache, and let requests in again."""
         if not is_version(message.get("weight_version", "")):
             raise _unreadable("its weight_version is no short text")
-        answers, forgotten = await self._call(engine, "finish", message), False
+        answers, done = await self._call(engine, "finish", message), False
         named = None
         if not any(answer.get("problems") for answer in answers):
             try:
-                forgotten = bool(await self._at_work(engine, engine.reset_prefix_cache(reset_running_requests=True)))
+                done = await self._at_work(engine, forgotten(engine))
             except PrecisionError:
                 raise
             except Exception:  # the weights are right; the receipt reports the cache
@@ -303,7 +313,7 @@ class RefitEndpoints:
                 await self._at_work(engine, engine.update_weight_version(version))
                 named = await self._at_work(engine, engine.get_weight_version())
             await self._open(engine)
-        return {"answers": answers, "forgotten": forgotten, "weight_version": named}
+        return {"answers": answers, "forgotten": done, "weight_version": named}
 
     async def _open(self, engine: Any) -> None:
         self.push, self.died = "", ""

@@ -212,7 +212,7 @@ class Patchable:
             boxes = {part: blocks_of(box, operand.block) for part, box in boxes.items()}
             self.planes[SCALES] = Plane(grid_of(entry.shape, operand.block), kind, boxes)
         self.as_reference = True
-        """Whether all codes and scales that were held against the reference cast were its."""
+        """Whether all codes and scales of the last push that were held against the reference cast were its."""
         self.infinite = 0
         """Infinities among what was quantized last. No code tells of them: each became the format's largest value."""
 
@@ -226,7 +226,7 @@ class Patchable:
             return
         assert self.operand.block is not None
         high, kind = self.operand.block[0], self.planes[SCALES].values.dtype
-        self.infinite = 0
+        self.infinite, self.as_reference = 0, True
         of_infinity = _scale_of_infinity(self.operand.format, self.operand.scale)
         # A stack whose blocks do not run into one another is quantized as one matrix.
         each = rows if self.entry.shape[-2] % high == 0 else self.entry.shape[-2]

@@ -21,11 +21,13 @@ Where it does not fit the engine a push of everything follows, and the receipt s
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -66,11 +68,14 @@ class Refit:
         for kind, given, known in (("transport", transport, TRANSPORTS), ("running", running, RUNNING)):
             if given not in known:
                 raise PrecisionError([unknown(kind, given, known)])
-        if chunk < 2**20:
+        if type(chunk) is not int or chunk < 2**20:
             raise PrecisionError(
-                f"chunk={chunk}.", "It is a number of bytes, and too few for a row of blocks.", "Give 1 MiB or more."
+                f"chunk={chunk!r}.",
+                "A chunk is a whole number of bytes, and enough of them for a row of blocks.",
+                f"Give {2**20} (1 MiB) or more.",
             )
         self.control = control_of(engine, token)
+        self._alone = _alone(engine)
         self.chunk, self.transport, self.running = chunk, transport, running
         self.ledger: Ledger | None = None
         """What the engine holds since the last push with ``delta``; None if the last one had no ``delta``, or died. One
@@ -106,6 +111,12 @@ class Refit:
                 f"vLLM names weights by a text, and a push takes one of {LONGEST_NAME} printable characters at most.",
                 "Give a text, such as 'step 7'.",
             )
+        with self._alone:
+            return self._push(named_tensors, manifest, verify, delta, weight_version)
+
+    def _push(
+        self, named_tensors: Any, manifest: Any, verify: bool, delta: bool, weight_version: str | None
+    ) -> Receipt:
         if not delta:
             return self._push_all(named_tensors, manifest, verify, weight_version)
         instead = "No ledger of this engine: this Refit has pushed nothing yet, its last push died, or had no delta."
@@ -324,6 +335,20 @@ _PUSH_AGAIN = Problem(
 )
 
 
+_PUSHES: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+
+
+def _alone(engine: Any) -> threading.RLock:
+    """Return the lock of an engine, which all pushes of this process into it take.
+
+    Two at once would pause and resume it for one another. A server puts those of all processes in order by itself.
+    """
+    try:
+        return _PUSHES.setdefault(engine, threading.RLock())
+    except TypeError:  # a URL, or what cannot be a key
+        return threading.RLock()
+
+
 # ---------------------------------------------------------------------- the workers' answers to a manifest
 
 
@@ -380,6 +405,13 @@ class _TiedHeads:
     def __init__(self, manifest: Manifest, passed_over: set[int], tensors: Any) -> None:
         heads = [manifest[i] for i in passed_over if manifest[i].name.endswith("lm_head.weight")]
         self.twin_of = {head.name: twin for head in heads for twin in _embeddings(manifest, head)}
+        if alone := [head.name for head in heads if head.name not in self.twin_of]:
+            raise PrecisionError(
+                f"{alone[0]} is no tensor of the engine, and nothing here could be it.",
+                "The engine has tied its head to the embeddings, and the push has none of this shape to compare with.",
+                "Leave it out if it is the embeddings' own; else start the engine from a checkpoint with "
+                "tie_word_embeddings=False and both tensors.",
+            )
         self.compared = {*self.twin_of, *self.twin_of.values()}
         self.prints: dict[str, str] = {}
         if isinstance(tensors, Mapping):  # then a difference is found before the first byte is written
@@ -406,5 +438,5 @@ class _TiedHeads:
 
 def _embeddings(manifest: Manifest, head: Entry) -> list[str]:
     """Return the names of the input embeddings that a head can be tied to."""
-    endings = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+    endings = ("embed_tokens.weight", "wte.weight", "embeddings.weight", "embedding.weight", "embed_in.weight")
     return [e.name for e in manifest if e.name.endswith(endings) and e.shape == head.shape]

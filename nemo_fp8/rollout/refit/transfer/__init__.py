@@ -205,7 +205,10 @@ class _Http:
         self._ask("resume", {})
 
     def reset_prefix_cache(self) -> bool:
-        return self._ask("reset_prefix_cache?reset_running_requests=true", {}).get("success", True) is True
+        everything = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
+        done = self._ask(everything, {}).get("success", True) is True
+        self._ask("reset_encoder_cache", {})
+        return done
 
     def _ask(self, path: str, body: Answer | None = None) -> Answer:
         """Return a server's reply. Raises PrecisionError if it does not reply with 200 and, at most, a JSON object."""

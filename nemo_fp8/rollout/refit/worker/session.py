@@ -19,7 +19,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from nemo_fp8.contract.operands import BLOCK
@@ -231,6 +233,7 @@ class NemoFp8Refit:
         Raises PrecisionError for what is no manifest, and for a model or an engine that no push can reach.
         """
         refuse_replicas(self.vllm_config.parallel_config)
+        refuse_stores(self.vllm_config)
         manifest = Manifest.from_plain(message.get("tensors"))
         plan = self._refit_plan
         if plan is None or plan.manifest != manifest:
@@ -388,6 +391,44 @@ def refuse_replicas(parallel: Any) -> None:
             "Requests that another process takes would not wait for its end, nor be refused if it dies.",
             "Start the server with --api-server-count 1.",
         )
+
+
+# Connectors of vLLM that hand what a request has computed to another engine, or to its own next step, and keep nothing.
+PASSING_ON = (
+    "DecodeBenchConnector", "ExampleHiddenStatesConnector", "HiSparseConnector", "MoRIIOConnector", "MooncakeConnector",
+    "NixlConnector", "NixlPullConnector", "NixlPushConnector",
+)  # fmt: skip
+
+
+def refuse_stores(config: Any) -> None:
+    """Raise PrecisionError if what old weights computed lies in a store that vLLM cannot empty after a push."""
+    stores = []
+    if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector:
+        stores = [one.kv_connector for one in _connectors(config.kv_transfer_config) if not _can_be_emptied(one)]
+    encoders = config.ec_transfer_config
+    if encoders is not None and encoders.ec_connector:
+        stores.append(encoders.ec_connector)  # there is no call to empty one
+    if stores:
+        raise PrecisionError(
+            f"A push to an engine with {', '.join(stores)}.",
+            "It keeps what old weights computed outside of the engine, and vLLM has no way to empty it: the same "
+            "prompt, or image, would be answered from there.",
+            "Start the engine without it, or with a connector that has reset_cache(), such as OffloadingConnector.",
+        )
+
+
+def _connectors(config: Any) -> list[Any]:
+    """Return the configuration of a KV connector; of several as one, those of all."""
+    several = config.kv_connector_extra_config.get("connectors") if config.kv_connector == "MultiConnector" else None
+    return [config] if several is None else [KVTransferConfig(**one) for one in several]
+
+
+def _can_be_emptied(config: Any) -> bool:
+    """Return whether a connector keeps nothing, or has a call of its own that empties it; vLLM takes any for the
+    latter."""
+    if config.kv_connector in PASSING_ON:
+        return True
+    return KVConnectorFactory.get_connector_class(config).reset_cache is not KVConnectorBase_V1.reset_cache
 
 
 def _in_blocks(box: Box) -> Box:
