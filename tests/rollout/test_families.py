@@ -10,8 +10,9 @@ import pytest
 from support import ROOT
 from support.rollout import families, family_trial
 
-# A plain loader; experts that stay in BF16; rows in another order; A = -exp(A_log) beside attention; a partial.
-SOME = ("llama", "gpt_oss", "llama4", "gpt_neox", "nemotron_h", "minimax_m2")
+# A plain loader; experts that stay in BF16; rows in another order; A = -exp(A_log) beside attention; a partial; one
+# that multiplies weights once and notes that it has.
+SOME = ("llama", "gpt_oss", "llama4", "gpt_neox", "nemotron_h", "minimax_m2", "longcat_flash")
 MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 CONTRACTS = {"MXFP8": MX, "powers of 2": {"weight_scale": "pow2"}, "one scale": {"rollout_block": "tensor"}}
 

@@ -118,6 +118,17 @@ def test_what_a_loader_computes_is_in_the_receipt(family, name, tensor, made):
     assert compare_weights({key: weights[key] for key in kept}, expected, Precision()) == []
 
 
+def test_what_a_loader_multiplies_once_is_multiplied_in_every_push(family, said):
+    """LongCat's notes on each layer that its norms' weights were multiplied, and leaves that out the next time."""
+    worker = HeldWorker(build(family("longcat_flash", 0)))
+    assert not [line for line in said if "cannot be pushed" in line]
+    receipt = Refit(worker, chunk=2**20).push(weights_of(family("longcat_flash", 1)), verify=True).require()
+    assert receipt.verified is True
+    assert len(receipt.computed) == 8
+    assert all(name.endswith(("q_a_layernorm.weight", "kv_a_layernorm.weight")) for name in receipt.computed)
+    assert differing(held(worker.model_runner.get_model()), held(build(family("longcat_flash", 1)))) == []
+
+
 def stepped(tensors):
     """Weights after a step that moves all of them."""
     draws = torch.Generator().manual_seed(0)
@@ -127,7 +138,7 @@ def stepped(tensors):
     }
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "gpt_neox", "mamba2"])
+@pytest.mark.parametrize("name", ["nemotron_h", "gpt_neox", "mamba2", "longcat_flash"])
 def test_changes_of_what_a_loader_computes_are_a_fresh_load(family, tmp_path, name):
     """They come whole, with all that the loader makes them from, and what it did not make is patched."""
     worker = HeldWorker(build(family(name, 0)))

@@ -120,8 +120,8 @@ FAMILIES = {
         "num_experts_per_tok": 1, "attention_chunk_size": 128}),
     "longcat_flash": ("LongcatFlashConfig", {
         "hidden_size": 256, "num_layers": 2, "vocab_size": VOCABULARY, "num_attention_heads": 4, "ffn_hidden_size": 512,
-        "expert_ffn_hidden_size": 128, "n_routed_experts": 8, "zero_expert_num": 4,
-        "zero_expert_type": "identity", "moe_topk": 2,
+        "expert_ffn_hidden_size": 128, "n_routed_experts": 8, "zero_expert_num": 0,
+        "zero_expert_type": "identity", "moe_topk": 2, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
         "max_position_embeddings": 512, **LATENT}),
     "mimo_v2_flash": ("MiMoV2FlashConfig", DENSE | ROUTED | {"n_group": 1, "n_shared_experts": None,
         "v_head_dim": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 64,
@@ -178,6 +178,8 @@ def write(folder, family, seed=0):
     name, fields = FAMILIES[family]
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields), dtype=torch.bfloat16)
+    if "num_layers" in fields:  # LongCat's: its class makes this number one of attentions, of which a layer has two
+        model.config.num_hidden_layers = fields["num_layers"]
     for key, tensor in model.state_dict().items():
         if key.endswith(BIAS):
             tensor.normal_()

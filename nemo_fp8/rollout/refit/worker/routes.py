@@ -40,6 +40,9 @@ from nemo_fp8.rollout.refit.manifest import Box, Entry
 from nemo_fp8.rollout.refit.worker.tape import Computation, Tape, View, storage_id, view_of
 
 aten = torch.ops.aten
+DONE_ONCE = ("_mla_q_lora_scaled", "_mla_kv_lora_scaled")
+"""What vLLM's loaders note on a layer whose weights they have changed in place, and then leave out: LongCat's, which
+multiplies the weights of two norms. Another model's weights are as unchanged as the first were."""
 MOST_PROBLEMS = 20  # a wrong model refuses every tensor, and the first few say what is wrong
 
 
@@ -232,11 +235,16 @@ def _as_before_loading(model: torch.nn.Module, routes: Routes) -> Iterator[dict[
     Yields the target of every such parameter and buffer, by the identity of its storage: the loader writes to views,
     and a view shares only its storage with the parameter. Fills ``routes.parameters`` and ``routes.aliases``.
     """
-    kept = [(name, layer, dict(layer._parameters), dict(layer._buffers)) for name, layer in model.named_modules()]
+    kept = [
+        (name, layer, dict(layer.__dict__), dict(layer._parameters), dict(layer._buffers))
+        for name, layer in model.named_modules()
+    ]
     targets: dict[int, Target] = {}
     made: dict[int, torch.Tensor] = {}  # by the live tensor, so that a tied weight is one tensor here, too
     try:
-        for name, layer, parameters, buffers in kept:
+        for name, layer, _, parameters, buffers in kept:
+            for note in DONE_ONCE:
+                layer.__dict__.pop(note, None)
             before_parameters, before_buffers = get_layerwise_info(layer).restore_metadata
             for place, before, live in (
                 (layer._parameters, before_parameters, parameters),
@@ -260,7 +268,9 @@ def _as_before_loading(model: torch.nn.Module, routes: Routes) -> Iterator[dict[
                         routes.parameters.append(target)
         yield targets
     finally:
-        for _, layer, parameters, buffers in kept:
+        for _, layer, attributes, parameters, buffers in kept:
+            layer.__dict__.clear()
+            layer.__dict__.update(attributes)
             layer._parameters.clear()
             layer._parameters.update(parameters)
             layer._buffers.clear()
@@ -365,15 +375,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage in self.sources and storage not in self.tape.of
 
     def settle(self) -> None:
-        """Replace all routes to a tangled parameter by one: the loader's steps that make all of it."""
+        """Replace all routes to a tangled parameter by one: the loader's steps that make all of it.
+
+        A parameter that the loader changes and that nothing was loaded into stays as it is: the change was made when
+        the engine started.
+        """
         for target, storage in self.tangled.items():
+            loaded = self.routes.constants.pop(target, None) is not None
             for number, routes in self.routes.by_entry.items():
-                self.routes.by_entry[number] = [route for route in routes if route.target != target]
-            self.routes.constants.pop(target, None)
+                self.routes.by_entry[number] = others = [route for route in routes if route.target != target]
+                loaded |= len(others) < len(routes)
             strides = _strides(target.shape)
             try:
                 made = self._computation(View(storage, target.shape, strides, 0, target.dtype))
-                self._add_made(made, target, tuple((0, n) for n in target.shape))
+                if loaded or made.inputs:
+                    self._add_made(made, target, tuple((0, n) for n in target.shape))
             except _NotFollowed as error:
                 self.routes.unfollowed[target.name] = str(error)
 
