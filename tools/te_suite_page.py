@@ -56,9 +56,9 @@ CAUSES: tuple[Cause, ...] = (
         "keeps",
     ),
     Cause(
-        "",
-        r"No dot product attention backend is available",
-        "needs cuDNN's fused attention, which alone computes in FP8",
+        "uses_plain_bf16_mha_boundaries",
+        r"KeyError: 'fp8_o'",
+        "looks at what TE hands to cuDNN's fused attention; here TE emulates it",
     ),
     Cause("", r"libcuda.so cannot found", "runs a Triton kernel, which needs a GPU", ours=True),
     Cause(
