@@ -43,6 +43,11 @@ class Cause:
 _SUMS = "asks equal bits of a GEMM, whose sums depend on their order"
 _FURTHER = "which on a CPU is further from FP64 than this implementation"
 CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "test_quantized_tensor|test_grouped_tensor|weight_swizzle_cache",
+        r"CUDAGraph",
+        "needs CUDA graphs; where a replay runs the lines of the capture again, in Python, they pass",
+    ),
     Cause("", r"CUDAGraph", "needs CUDA graphs"),
     Cause(
         "test_cpu_offloading",
@@ -51,9 +56,9 @@ CAUSES: tuple[Cause, ...] = (
         "keeps",
     ),
     Cause(
-        "",
-        r"No dot product attention backend is available",
-        "needs cuDNN's fused attention, which alone computes in FP8",
+        "uses_plain_bf16_mha_boundaries",
+        r"KeyError: 'fp8_o'",
+        "looks at what TE hands to cuDNN's fused attention; here TE emulates it",
     ),
     Cause("", r"libcuda.so cannot found", "runs a Triton kernel, which needs a GPU", ours=True),
     Cause(
@@ -124,7 +129,7 @@ CAUSES: tuple[Cause, ...] = (
         r"distributed/test_numerics.*\[nvfp4\]",
         r"AssertionError",
         "bounds by one draw of random numbers what NVFP4 shards of a weight, each with an amax of its own, differ "
-        "from the whole",
+        "from the whole: 0.127, where 0.12 is allowed; with three of five other seeds it passes",
     ),
     Cause(
         "hybrid_quantization.*TestHybridAllModules::test_(transformer_layer|layernorm_mlp)",
@@ -155,6 +160,11 @@ CAUSES: tuple[Cause, ...] = (
         r"no error printed",
         "was told of memory that gloo's threads still held of a collective, which counts no longer; "
         "distributed/fsdp2_tests/run_fsdp2_mem_leak has its tests one by one",
+    ),
+    Cause(
+        r"distributed/test_numerics.*\[fp8_block_scaling\]",
+        r"Timeout \(>1800",
+        "**stopped** at the limit for a test, on two shared cores, when 112 of its 118 cases had passed",
     ),
     Cause(
         "",

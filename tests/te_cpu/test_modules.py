@@ -159,3 +159,29 @@ def test_what_ran_in_inference_mode_first_goes_on_outside_of_it():
         assert state.amax_history.count_nonzero(dim=1).tolist()[-2:] == [2, 2]
         found[-1] += [state.scale, state.amax_history]
     assert all(map(torch.equal, *found))
+
+
+def test_attention_in_fp8_rounds_what_it_multiplies():
+    """TE rounds in Python what cuDNN's kernel holds in FP8: q, k and v by one scale, probabilities, and the output."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 32, 4, 16).bfloat16()
+    attention = te.DotProductAttention(4, 16, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="no_mask")
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling(fp8_dpa=True)):
+        found = attention(*inputs)
+    found.sum().backward()
+
+    def rounded(x):
+        scale = 448 / x.abs().amax().float()
+        return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).bfloat16()
+
+    def expected(cast):
+        a, b, c = (x.transpose(1, 2) for x in cast(torch.stack([q, k, v])))
+        scores = (a.float() @ b.float().mT / 4).bfloat16()
+        probabilities = scores.float().softmax(-1).bfloat16()
+        out = (cast(probabilities).float() @ c.float()).bfloat16()
+        return cast(out).transpose(1, 2).reshape(2, 32, 64).float()
+
+    far = (expected(rounded) - expected(lambda x: x)).abs().mean()
+    assert (found.float() - expected(rounded)).abs().mean() < far / 10
+    assert all(x.grad.isfinite().all() and x.grad.any() for x in inputs)
