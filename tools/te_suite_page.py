@@ -56,6 +56,12 @@ CAUSES: tuple[Cause, ...] = (
         "keeps",
     ),
     Cause(
+        r"attention/test_kv_cache.*\[True-False-\w+-UnfusedAttention",
+        r"Mismatched elements",
+        "holds FP8 to BF16 where TE skips it on a GPU: probabilities are rounded by delayed scaling's first scale, 1, "
+        "which inference never renews; without that rounding it passes",
+    ),
+    Cause(
         "uses_plain_bf16_mha_boundaries",
         r"KeyError: 'fp8_o'",
         "looks at what TE hands to cuDNN's fused attention; here TE emulates it",
