@@ -349,6 +349,15 @@ def _named(name: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
+def _hear_writers_through_a_fork() -> None:
+    """Megatron hears from the processes that write a checkpoint through one more, which it starts as a fresh
+    interpreter. That imports torch for the first answer, and takes longer than the run."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    assert filesystem_async._results_queue is None
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+
+
 def _worker(tiny: Tiny, out: str) -> None:
     import torch
     from lightning.pytorch.callbacks import Callback
@@ -378,6 +387,8 @@ def _worker(tiny: Tiny, out: str) -> None:
 
         trainer.callbacks.append(Probe())
     folder = tiny.folder or tempfile.mkdtemp()
+    if tiny.folder:
+        _hear_writers_through_a_fork()
     saves = {
         "every_n_train_steps": tiny.save_every,
         "save_last": True,
