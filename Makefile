@@ -83,17 +83,17 @@ environments:
 demo: environments
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; $(ENDING_WITH_MAKE) bash demo/run.sh
 
-# Three workers for two cores: much of the suite is Python starting up and importing NeMo or vLLM, on one core, or waiting for processes
-# to end. They take files in the order of tests/conftest.py.
+# Three workers for two cores, where there are minutes of work: much of it is Python starting up and importing NeMo or vLLM, on one core,
+# or waiting for processes to end. They take files in the order of tests/conftest.py.
 # Triton comes with vLLM alone, and must not have been imported by anything else when its interpreter is asked for; so it compiles in
 # another process than it interprets in, beside it.
 # A worker that ends in the midst of a test is not replaced: the test fails by name, and would be run again on each new worker.
-IN_THREES := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+BY_FILES := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: setup
-	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest $(IN_THREES)
+	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest -n 3 $(BY_FILES)
 	@$(MAKE) --no-print-directory --output-sync=target -j2 triton-interprets triton-compiles
-	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest $(IN_THREES) tests/rollout
-	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest $(IN_THREES) tests/bridge
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest -n 3 $(BY_FILES) tests/rollout
+	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest -n 2 $(BY_FILES) tests/bridge
 
 triton-interprets:
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py tests/numerics/test_kernels_fp4_triton.py
