@@ -1,6 +1,7 @@
 """For every theme: property tests have no deadline, since a busy machine is no counterexample; what takes longest
 begins first."""
 
+import gc
 import importlib
 import os
 import signal
@@ -12,6 +13,11 @@ from hypothesis import settings
 # NEMO_FP8_TESTS_AS=avx2: tests, and every process that they start, see a processor with AVX2 and nothing newer.
 if os.environ.get("NEMO_FP8_TESTS_AS"):
     importlib.import_module(f"support.as_{os.environ['NEMO_FP8_TESTS_AS']}.sitecustomize")
+
+# For this process, which was there before, and for those that tests start: see tests/sitecustomize.py.
+gc.set_threshold(50_000, 20, 20)
+_PATH = [os.path.dirname(__file__), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATH))
 
 settings.register_profile("nemo_fp8", deadline=None)
 settings.load_profile("nemo_fp8")

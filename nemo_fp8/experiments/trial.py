@@ -10,6 +10,7 @@ step.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.machinery
 import json
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,16 +200,32 @@ def _keepers(recipe: Any, keep: str, steps: int) -> list[Any]:
 
 
 def main(task: dict[str, Any]) -> None:
-    """Run one rank of a trial."""
+    """Run one rank of a trial.
+
+    What imports make stays: millions of objects, in which Python's collector would look for garbage at the import, at
+    each of its later rounds and as the process ends.
+    """
     lifetime.end_with_parent()  # which is torchrun
     folder, out = task.pop("folder"), Path(task.pop("out"))
     trial = Trial(**task | {"precision": Precision.from_dict(task["precision"])})
-    if trial.stack == "bridge":
-        from nemo_fp8.experiments import on_bridge
+    gc.disable()
+    train = (_on_bridge if trial.stack == "bridge" else _on_nemo)(trial, folder, out)
+    gc.freeze()
+    gc.enable()
+    train()
+    gc.freeze()
 
-        settings = {"precision": trial.precision, "steps": trial.steps, "seed": trial.seed, "folder": trial.keep}
-        on_bridge.run(_named(trial), out, trial.every, **settings)
-        return
+
+def _on_bridge(trial: Trial, folder: str, out: Path) -> Callable[[], Any]:
+    """Return what trains under Megatron-Bridge, its imports done."""
+    from nemo_fp8.experiments import on_bridge
+
+    settings = {"precision": trial.precision, "steps": trial.steps, "seed": trial.seed, "folder": trial.keep}
+    return partial(on_bridge.run, _named(trial), out, trial.every, **settings)
+
+
+def _on_nemo(trial: Trial, folder: str, out: Path) -> Callable[[], Any]:
+    """Return what trains under NeMo, its imports done."""
     recipe = _recipe(trial)  # before heavy imports, so that a recipe that cannot be built fails at once
 
     import fiddle as fdl
@@ -217,11 +235,10 @@ def main(task: dict[str, Any]) -> None:
     from nemo_fp8.train.monitor import Fp8Monitor
 
     recipe.log.log_dir = folder
-    train = fdl.build(recipe)
+    train: partial[Any] = fdl.build(recipe)
     monitor = Fp8Monitor(every_n_steps=trial.every) if trial.every else None
-    trainer = train.keywords["trainer"]
-    trainer.callbacks += [*([monitor] if monitor else []), Recorder(Lines(out, monitor))]
-    train()
+    train.keywords["trainer"].callbacks += [*([monitor] if monitor else []), Recorder(Lines(out, monitor))]
+    return train
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ except ModuleNotFoundError:
     sys.stderr.write(f"nemo-fp8 run: {sys.executable} has no nemo_fp8, and TransformerEngine is left as it is there.\n")
 else:
     nemo_fp8_hook.register()
-_here = os.path.dirname(os.path.abspath(__file__))
-_next = importlib.machinery.PathFinder.find_spec(
-    __name__, [folder for folder in sys.path if os.path.abspath(folder) != _here]
-)
+_folders = [os.path.abspath(folder) for folder in sys.path]
+_after = _folders[_folders.index(os.path.dirname(os.path.abspath(__file__))) + 1 :]  # before it, one may call this one
+_next = importlib.machinery.PathFinder.find_spec(__name__, _after)
 if _next is not None and _next.loader is not None:
     _next.loader.exec_module(importlib.util.module_from_spec(_next))

@@ -67,7 +67,7 @@ def _without_newer(line):
 
 def _next_one():
     """Run the ``sitecustomize`` that Python would have imported without this one."""
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if folder != HERE])
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path[sys.path.index(HERE) + 1 :])
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

@@ -1,5 +1,6 @@
 """What the server of ``harness`` imports once, so that its forks need not."""
 
+import gc
 import os
 
 import torch
@@ -16,4 +17,5 @@ import nemo_fp8.train.first_weights  # noqa: E402
 import nemo_fp8.train.megatron_cpu  # noqa: E402
 import nemo_fp8.train.plugin  # noqa: E402, F401
 
+gc.freeze()  # or a fork's collector walks it all, and to do so copies it
 os.environ.pop("PYTHONWARNINGS", None)
