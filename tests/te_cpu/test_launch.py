@@ -91,6 +91,16 @@ def test_a_python_that_lacks_the_package_says_so_and_runs_as_it_is(tmp_path):
     assert done.stderr == (f"nemo-fp8 run: {python} has no nemo_fp8, and TransformerEngine is left as it is there.\n")
 
 
+def test_one_before_it_that_goes_on_with_ours_is_not_called_again(tmp_path):
+    ours = f"{AT_START}/sitecustomize.py"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"print('theirs')\n__file__ = {ours!r}\nexec(compile(open({ours!r}).read(), {ours!r}, 'exec'))"
+    )
+    path = os.pathsep.join([str(tmp_path), AT_START, str(ROOT)])
+    done = subprocess.run([sys.executable, "-c", HOOKED], capture_output=True, text=True, env={"PYTHONPATH": path})
+    assert (done.stdout, done.stderr) == ("theirs\n1\n", "")
+
+
 @pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("kill -9 $$", 137), ("true", 0)])
 def test_its_exit_code_is_the_command_s(command, code):
     assert _run("--", "bash", "-c", command).returncode == code
