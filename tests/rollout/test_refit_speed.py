@@ -440,6 +440,17 @@ def test_128_experts_in_48_layers_cost_at_most_twice_as_much_as_a_dense_model(tm
     assert took["experts"] < 2 * took["dense"], took
 
 
+def test_a_run_of_the_benchmark_is_one_object_of_numbers():
+    """What ``benchmarks/refit.py --json`` prints, of the run whose record lies in docs."""
+    from benchmarks import refit as benchmark
+
+    record = json.loads(benchmark.PAGE.with_suffix(".json").read_text())
+    told = json.loads(json.dumps(benchmark.in_short(record)))
+    assert {"fp8_push_s", "delta_push_s", "bf16_push_s", "vllm_reload_fp8_s", "engine_start_s", "copy_s"} <= set(told)
+    assert all(number > 0 for number in told.values())
+    assert told["full_bytes"] >= 10 * told["delta_bytes"]
+
+
 # ---------------------------------------------------------------------- no waiting for a device
 
 

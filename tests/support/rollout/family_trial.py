@@ -1,10 +1,12 @@
 """Try a family: a push of other weights must leave every bit, and every log-probability, that a fresh start leaves.
 
-in_memory     vLLM's model in this process: started, pushed into, read back, and held bit by bit against a fresh one
+in_memory     vLLM's model in this process: started, pushed into with its tensors in any order, read back, and held bit
+              by bit against a fresh one
 in_engines    two engines that start from two checkpoints; the first is pushed the second's weights, and its own back
 """
 
 import json
+import random
 import re
 
 import torch
@@ -63,8 +65,9 @@ def in_memory(root, family, **contract):
     old, new = folders(root, family)
     worker = HeldWorker(build(old, **contract))
     model = worker.model_runner.get_model()
-    weights = as_taken(weights_of(new), worker.call("expected", {}))
-    receipt = Refit(worker, chunk=2**20).push(weights, verify=True)
+    weights = [*as_taken(weights_of(new), worker.call("expected", {})).items()]
+    random.Random(0).shuffle(weights)
+    receipt = Refit(worker, chunk=2**20).push(dict(weights), verify=True)
     prints = {tensor.name: dict(tensor.fingerprints) for tensor in receipt.tensors}
     back = read_back(worker)
     told = [tensor for tensor, parts in back.items() if any(prints[tensor][part] != parts[part] for part in parts)]

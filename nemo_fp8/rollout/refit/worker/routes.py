@@ -139,7 +139,10 @@ def record(model: Any, entries: Sequence[Entry], passed_over: Collection[int] = 
     with _as_before_loading(model, routes) as targets, torch.no_grad():
         sources = [torch.empty(entry.shape, dtype=_dtype_for_loader(entry), device="meta") for entry in entries]
         recorder = _Recorder(entries, sources, targets, routes)
-        left = iter([i for i in range(len(entries)) if i not in passed_over])
+        # By name, as a checkpoint's file has them. Where names of other parts stand between those of a part, vLLM calls
+        # the part's loader more than once, and LongCat's multiplies its norms at the end of the first call.
+        offered = (i for i in range(len(entries)) if i not in passed_over)
+        left = iter(sorted(offered, key=lambda i: entries[i].name))
         # A loader stops at the first tensor it cannot load. Run it again on those that are left, to find all of them.
         while len(routes.problems) + len(routes.unfollowed) < MOST_PROBLEMS:
             try:
@@ -151,7 +154,7 @@ def record(model: Any, entries: Sequence[Entry], passed_over: Collection[int] = 
             except Exception as error:  # models raise all kinds: KeyError, ValueError, AssertionError, RuntimeError
                 routes.problems.append((entries[recorder.current].name, _shortened(error)))
         recorder.settle()
-    routes.by_entry = {i: joined(found) for i, found in routes.by_entry.items()}
+    routes.by_entry = {i: joined(found) for i, found in sorted(routes.by_entry.items())}
     return routes
 
 
