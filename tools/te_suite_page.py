@@ -169,11 +169,6 @@ CAUSES: tuple[Cause, ...] = (
         "distributed/fsdp2_tests/run_fsdp2_mem_leak has its tests one by one",
     ),
     Cause(
-        r"distributed/test_numerics.*\[fp8_block_scaling\]",
-        r"Timeout \(>1800",
-        "**stopped** at the limit for a test, on two shared cores, when 112 of its 118 cases had passed",
-    ),
-    Cause(
         "",
         _STOPPED,
         "**stopped** at the limit for a test, on two shared cores; whether it would pass is not known",

@@ -26,18 +26,12 @@ from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.moved import renamed
 from nemo_fp8.preflight.answers import Answer, answer
+from nemo_fp8.preflight.attention import require_attention
 from nemo_fp8.preflight.machine import ABSENT, Machine
 from nemo_fp8.preflight.support import EMULATED, EMULATION_SAYS, NATIVE, RECIPES, TRAINING, UNKNOWN
 
 ENGINES = ("auto", "te", "emulated")
 ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-EMULATE_ATTENTION = "NVTE_UnfusedDPA_Emulate_FP8"
-ATTENTION_SAYS = (
-    "TransformerEngine's unfused attention rounds to FP8 what cuDNN's kernel holds in it on a GPU; where that kernel "
-    "rounds while it adds up is not known."
-)
-_ATTENTION_OF = {"delayed": ("attention", "multi_head_attention"), "tensorwise": ("attention",)}
-"""Which fields of FP8 attention Megatron hands to TransformerEngine's recipe. Its configs have both for every one."""
 logger = logging.getLogger("nemo_fp8")
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
@@ -71,9 +65,8 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
     for recipe, reason in reasons.items():
         why = reason if requested == "auto" else "It was asked for."
         logger.info("FP8 engine for %s: %s. %s", RECIPES[recipe], engine, why)
-    if engine == "emulated" and (precision.attention or precision.multi_head_attention):
-        _require_attention(os.environ)
-        logger.info("FP8 attention: emulated. %s", ATTENTION_SAYS)
+    if precision.attention or precision.multi_head_attention:
+        require_attention(precision, engine, os.environ)
     for warning in (*resume_findings(precision, os.environ), *backward_findings(precision)):
         logger.warning("%s %s %s", warning.what, warning.why, warning.remedy)
     return engine
@@ -140,43 +133,11 @@ def as_finding(code: str, found: Answer, machine: Machine, recipe: str, **gaps: 
 # ---------------------------------------------------------------------- a contract on TransformerEngine and Megatron
 
 
-def ignored_attention(precision: Precision) -> tuple[str, ...]:
-    """Return the fields of FP8 attention that Megatron keeps from TransformerEngine's recipe (0.15.3 and 0.16.1)."""
-    wanted = [name for name in ("attention", "multi_head_attention") if getattr(precision, name)]
-    return tuple(name for name in wanted if name not in _ATTENTION_OF.get(precision.scaling or "", ()))
-
-
-def attention_findings(precision: Precision, **changes: str) -> Iterator[Problem]:
-    """Yield what a contract says of attention that Megatron ignores."""
-    if names := ignored_attention(precision):
-        yield finding(
-            "ignored-attention",
-            names[0],
-            on=" and ".join(f"{name}=True" for name in names),
-            off=", ".join(f"{name}=False" for name in names),
-            scaling=precision.scaling,
-            **changes,
-        )
-
-
-def _require_attention(environment: Mapping[str, str]) -> None:
-    """Raise PrecisionError where TransformerEngine was told not to round attention to FP8 itself."""
-    if environment.get(EMULATE_ATTENTION, "1") != "1":
-        raise PrecisionError(
-            f"FP8 attention without a GPU, and {EMULATE_ATTENTION}={environment[EMULATE_ATTENTION]}.",
-            "On a CPU TransformerEngine's own rounding is the only FP8 attention there is: the first forward would end "
-            "in 'No dot product attention backend is available'.",
-            f"Set {EMULATE_ATTENTION}=1, or leave it unset; or set fp8_dot_product_attention=False and "
-            "fp8_multi_head_attention=False.",
-        )
-
-
 def _require_te_obeys(precision: Precision) -> None:
     """Raise PrecisionError for a setting that TransformerEngine would accept and ignore."""
     problems = []
     if not precision.wgrad:
         problems.append(finding("ignored-wgrad", "wgrad", severity="error"))
-    problems += attention_findings(precision, severity="error")
     wanted = te_environment(precision)
     # With a backward of its own, and by a rule for modules, a linear is given its recipe, which needs no variable.
     read = {} if precision.backward_scaling else variables_of(precision.scaling)

@@ -22,8 +22,9 @@ from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
 from nemo_fp8.models.spellings import all_names
 from nemo_fp8.preflight.answers import answer
+from nemo_fp8.preflight.attention import attention_findings
 from nemo_fp8.preflight.doctor import sanity
-from nemo_fp8.preflight.engine import as_finding, attention_findings, backward_findings, recipes_of
+from nemo_fp8.preflight.engine import as_finding, backward_findings, recipes_of
 from nemo_fp8.preflight.machine import ABSENT, Machine
 from nemo_fp8.preflight.memory import memory
 from nemo_fp8.preflight.shapes import shape_findings

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from nemo_fp8.contract import ROLLOUT_FIELDS, Precision
 from nemo_fp8.contract.te_variables import VARIABLES
-from nemo_fp8.preflight.engine import ignored_attention
+from nemo_fp8.preflight.attention import ignored_attention
 from nemo_fp8.render.nemo import from_nemo, to_nemo
 from nemo_fp8.render.rendering import Rendering, lost_fields, python_call
 

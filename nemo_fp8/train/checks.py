@@ -80,11 +80,7 @@ _RULES: dict[str, Callable[[Precision, Run], bool]] = {
     "run-context-parallel-on-cpu": lambda p, run: (
         (getattr(run.model, "context_parallel_size", 1) or 1) > 1 and not te_cpu.has_gpu()
     ),
-    "run-recomputes-bias": lambda p, run: (
-        _recomputes(run.model, "mlp")
-        and not getattr(run.model, "num_moe_experts", None)  # Megatron recomputes no experts by themselves
-        and bool(run.model.add_bias_linear)
-    ),
+    "run-recomputes-bias": lambda p, run: _recomputes(run.model, "mlp") and bool(run.model.add_bias_linear),
     "run-recomputes-attention": lambda p, run: (
         p.scaling == "delayed" and (p.attention or p.multi_head_attention) and _recomputes(run.model, "core_attn")
     ),
@@ -93,9 +89,9 @@ _RULES: dict[str, Callable[[Precision, Run], bool]] = {
 
 
 def _recomputes(model: Any, part: str) -> bool:
-    """Return whether Megatron recomputes this part of every layer by itself."""
-    asked = getattr(model, "recompute_granularity", None) == "selective"
-    return asked and part in (model.recompute_modules or ())
+    """Return whether Megatron recomputes this part of every layer by itself; MLPs that are experts it does not."""
+    asked = getattr(model, "recompute_granularity", None) == "selective" and part in (model.recompute_modules or ())
+    return asked and not (part == "mlp" and getattr(model, "num_moe_experts", None))
 
 
 def _shards_optimizer(run: Run) -> bool:
