@@ -233,6 +233,12 @@ RULES: dict[str, Problem] = {
         "Megatron hands it over for delayed scaling alone, and TE has not read it since 2.0.",
         "Set wgrad=True (fp8_wgrad=True): nemo_fp8's plugin refuses the other.",
     ),
+    "ignored-attention": warning(
+        "{on} does nothing with {scaling} scaling: attention stays as it is without.",
+        "Megatron hands both fields to TransformerEngine's recipe of delayed scaling, to that of tensorwise scaling "
+        "attention alone (fp8_dot_product_attention), to that of MXFP8 neither.",
+        "Set {off}; or scaling='delayed': nemo_fp8's plugin refuses the other.",
+    ),
     "e5m2-gradients-mxfp8": warning(
         "Gradients in E5M2 with MXFP8.",
         "Scales of 32 values need mantissa, not range: runs with format='hybrid' diverge (Megatron-Bridge#638).",
@@ -487,6 +493,13 @@ RULES: dict[str, Problem] = {
         "Set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 in the executor's env_vars, for checkpoints of your own; or take "
         "another recipe.",
     ),
+    "attention-resume": warning(
+        "A run with FP8 attention and delayed scaling does not resume to the bit.",
+        "Megatron leaves the state of attention out of its checkpoints (TEDotProductAttention.sharded_state_dict, "
+        "0.15.3 and 0.16.1): its scales begin at 1 again, and its amax histories empty.",
+        "Take it as it is, since scales are found again within a step or two; or leave attention out of the contract "
+        "(fp8_dot_product_attention=False).",
+    ),
     "cpu-initialization": info(
         "FP8 weights that Megatron initializes on the CPU (use_cpu_initialization) need this package's plugin.",
         "Megatron constructs such a weight from uninitialised memory, from which TransformerEngine keeps what the "
@@ -591,6 +604,13 @@ RULES: dict[str, Problem] = {
         "recomputation, which then never ends: the first backward hangs, or ends in 'pop from an empty deque'.",
         "Leave 'mlp' out of recompute_modules, recompute whole layers (recompute_granularity='full'), or set "
         "add_bias_linear=False.",
+    ),
+    "run-recomputes-attention": error(
+        "recompute_modules={recompute_modules} with FP8 attention and delayed scaling.",
+        "Megatron recomputes attention without telling TransformerEngine, which casts by the scales of the next step "
+        "then, and counts amaxes twice: backward belongs to another forward than the one that ran.",
+        "Leave 'core_attn' out of recompute_modules, recompute whole layers (recompute_granularity='full'), or set "
+        "fp8_dot_product_attention=False and fp8_multi_head_attention=False.",
     ),
     "run-gathers-no-fp8": error(
         "The DDP config gathers FP8 parameters, and the contract has none.",

@@ -7,8 +7,8 @@ CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pyto
 file of it belongs to this project. Each file runs in a process of its own, with the variables that TE's scripts give
 it, for each architecture that is stood for. Every test is written down as it ends, so a file that is stopped at its
 limit reports what it got through; a test that hangs or takes its process with it has failed, and the file goes on after
-it. ``--rest`` goes on where that limit cut a file off, with the sample, seed and words that its row names, and adds to
-the row. ``--sample N`` takes N tests of each file, chosen by ``--seed``. Tests with one of the words of ``--without`` in
+it. ``--rest`` goes on where that limit cut a file off, runs tests again that their own limit stopped, with the sample,
+seed and words that its row names, and adds to the row. ``--sample N`` takes N tests of each file, chosen by ``--seed``. Tests with one of the words of ``--without`` in
 their name are left out: as a rule those of matrices with a side of 8192 or more, which take minutes each.
 
 ``FILE+debug`` is a file once more, while TE's debug tool looks on, as TE's scripts run two of them. That and the files
@@ -34,14 +34,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import te_suite_page
-from te_suite_plugin import AFTER, RECORD, SAMPLE, SEED, end_children, events, take_orphans
+from te_suite_plugin import AFTER, AGAIN, RECORD, SAMPLE, SEED, end_children, events, name_of, take_orphans
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = """
@@ -111,7 +111,8 @@ _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={
 @dataclass(frozen=True)
 class Limits:
     """How much of a file is run: tests at random (0 is all), seconds for the file, seconds for a test, words of names
-    to leave out, what the choice at random begins with, and how many of the chosen tests were run before."""
+    to leave out, what the choice at random begins with, how many of the chosen tests were run before, and which of
+    those are run again."""
 
     sample: int
     file: int
@@ -119,15 +120,18 @@ class Limits:
     without: tuple[str, ...] = TOO_LARGE
     seed: int = 0
     after: int = 0
+    again: tuple[str, ...] = ()
 
     def rest_of(self, row: dict[str, Any], file: str, tested: dict[str, str | None]) -> Limits | None:
-        """Return these limits for what a row did not reach; None where that is nothing."""
-        if not row.get("not_reached"):
+        """Return these limits for what a row did not reach, and what was stopped; None where that is nothing."""
+        again = tuple(test for test, line in row.get("failures", {}).items() if te_suite_page.was_stopped(line))
+        if not (row.get("not_reached") or again):
             return None
         if row.get("tree") != tested:
             raise SystemExit(f"{file}: its row is of another tree, {row.get('tree')}; without --rest, it is run anew")
         ended = sum(row[outcome] for outcome in OUTCOMES) - (NOTHING in row["failures"])
-        return replace(self, sample=row["sample"], seed=row["seed"], without=tuple(row["without"]), after=ended)
+        taken = {"sample": row["sample"], "seed": row["seed"], "without": tuple(row["without"])}
+        return replace(self, **taken, after=ended, again=again)
 
 
 def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
@@ -181,6 +185,7 @@ def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Pat
         SAMPLE: str(limits.sample),
         SEED: str(limits.seed),
         AFTER: str(limits.after),
+        AGAIN: json.dumps(limits.again),
         RECORD: str(record),
         "NVTE_TEST_CHECKPOINT_ARTIFACT_PATH": str(record.parent / "artifacts"),
         **dict(setting.split("=") for setting in VARIABLES.get(file, "").format(**_debug_tool(folder)).split()),
@@ -278,17 +283,16 @@ def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str)
         "limit": limits.file,
         "test_limit": limits.test,
         "without": list(limits.without),
-        "failures": {
-            test.partition("::")[2] or test: line for test, (outcome, line) in outcomes.items() if outcome == "failed"
-        },
+        "failures": {name_of(test): line for test, (outcome, line) in outcomes.items() if outcome == "failed"},
         "skips": dict(Counter(line for outcome, line in outcomes.values() if outcome == "skipped").most_common()),
     }
 
 
-def added(row: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with what of its file was run afterwards."""
+def added(row: dict[str, Any], rest: dict[str, Any], again: Collection[str] = ()) -> dict[str, Any]:
+    """Return a row with what of its file was run afterwards, and with what was run again in the place of what it was
+    before."""
     sums = {key: row[key] + rest[key] for key in (*OUTCOMES, "limit")}
-    failures = {test: line for test, line in row["failures"].items() if test != NOTHING}
+    failures = {test: line for test, line in row["failures"].items() if test not in (NOTHING, *again)}
     skips = Counter(row["skips"]) + Counter(rest["skips"])
     sums["failed"] -= len(row["failures"]) - len(failures)
     return rest | sums | {
@@ -328,7 +332,7 @@ def main() -> int:
     parser.add_argument(
         "--test-limit", type=int, default=120, metavar="SECONDS", help="for each test (default: %(default)s)"
     )
-    parser.add_argument("--rest", action="store_true", help="go on with the rows whose limit cut them off")
+    parser.add_argument("--rest", action="store_true", help="go on with the rows that a limit cut off")
     parser.add_argument(
         "--docs", type=Path, default=ROOT / "docs", metavar="FOLDER", help="where te_suite.json and te_suite.md lie"
     )
@@ -352,10 +356,12 @@ def main() -> int:
                 continue
             found = {"date": date.today().isoformat(), "tree": tested} | run(checkout, file, arch, what)
             if arguments.rest:
-                if NOTHING in found["failures"]:
-                    print(f"{file} (sm{arch}): {found['failures'][NOTHING]}", file=sys.stderr, flush=True)
+                ended = sum(found[outcome] for outcome in OUTCOMES)
+                if NOTHING in found["failures"] or ended < len(what.again):
+                    why = found["failures"].get(NOTHING, "not all that was to be run again has ended")
+                    print(f"{file} (sm{arch}): {why}", file=sys.stderr, flush=True)
                     continue
-                found = added(row, found)
+                found = added(row, found, what.again)
             te_suite_page.join(arguments.docs, arch, file, found)
             counts = total.setdefault(name, dict.fromkeys(OUTCOMES, 0))
             for outcome in counts:

@@ -40,6 +40,7 @@ class Cause:
     ours: bool = False
 
 
+_STOPPED = r"Timeout \(>|did not answer within"
 _SUMS = "asks equal bits of a GEMM, whose sums depend on their order"
 _FURTHER = "which on a CPU is further from FP64 than this implementation"
 CAUSES: tuple[Cause, ...] = (
@@ -168,13 +169,8 @@ CAUSES: tuple[Cause, ...] = (
         "distributed/fsdp2_tests/run_fsdp2_mem_leak has its tests one by one",
     ),
     Cause(
-        r"distributed/test_numerics.*\[fp8_block_scaling\]",
-        r"Timeout \(>1800",
-        "**stopped** at the limit for a test, on two shared cores, when 112 of its 118 cases had passed",
-    ),
-    Cause(
         "",
-        r"Timeout \(>|did not answer within",
+        _STOPPED,
         "**stopped** at the limit for a test, on two shared cores; whether it would pass is not known",
     ),
     Cause("", r"can't allocate memory", "needs more memory than it was lent"),
@@ -189,6 +185,11 @@ def cause_of(file: str, test: str, line: str) -> str | None:
         if found and re.search(cause.test, f"{file}::{test}"):
             return cause.why.format(*found.groups()) + (" (ours to write)" if cause.ours else "")
     return None
+
+
+def was_stopped(line: str) -> bool:
+    """Return whether a test failed by the limit for a test."""
+    return re.search(_STOPPED, line) is not None
 
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
@@ -227,7 +228,7 @@ CHECKOUT is a copy of TransformerEngine's public repository; of it only `tests/p
 *Tests of* is the version and the commit of that copy: d0067d0da is the head of `main` on 22 August 2026.
 *Sample* is how many of a file's tests were run at most, chosen at random with seed 0 or the seed that it names (`--sample`, `--seed`), less
 those with a word in their name (`--without`); *limits* are the seconds for the file and for a test. Tests of matrices with a side of 8192 or more are left out everywhere.
-*Not reached* are tests that the file's limit cut off; `--rest` runs those alone and adds to the row. Files of `distributed/fsdp2_tests` run on two ranks, and a test fails if it does on one.
+*Not reached* are tests that the file's limit cut off; `--rest` runs those alone, and those again that their own limit stopped, and adds to the row. Files of `distributed/fsdp2_tests` run on two ranks, and a test fails if it does on one.
 The reference of test_float8_blockwise_gemm_exact has a Triton kernel for `x * s + y`, rounded once, in whose place the tool computes it (`fused_fma`).
 
 `FILE+debug` is a file while TE's precision debug tool looks on, at every tensor, as TE's scripts run it. That and the files of `debug/` need its

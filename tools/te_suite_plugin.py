@@ -1,4 +1,5 @@
-"""What pytest does within ``te_suite``: take a sample, leave out what was run before, and write down every test as it
+"""What pytest does within ``te_suite``: take a sample, leave out what was run before, but for what is
+to be run again, and write down every test as it
 begins and ends. The one Triton kernel of a reference is computed without Triton (:func:`fused_fma`).
 
 Ranks that a test leaves behind are ended with it: each has a session of its own, so that they outlive a launcher that
@@ -28,7 +29,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-RECORD, SAMPLE, SEED, AFTER = "TE_SUITE_RECORD", "TE_SUITE_SAMPLE", "TE_SUITE_SEED", "TE_SUITE_AFTER"
+RECORD, SAMPLE, SEED, AFTER, AGAIN = (f"TE_SUITE_{name}" for name in ("RECORD", "SAMPLE", "SEED", "AFTER", "AGAIN"))
 LONGEST_LINE = 400
 IMPORTED_FOR_ONE_TEST = {"test_onnx_export": "tensorrt"}
 """Modules that a file imports at its head for one test alone. Where one is missing, an empty one lets the others
@@ -48,6 +49,11 @@ def events(record: Path) -> list[dict[str, Any]]:
     """Return what was written down; a line that a killed process left unfinished is passed over."""
     lines = record.read_text().splitlines(keepends=True) if record.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def name_of(test: str) -> str:
+    """Return a test's name within its file."""
+    return test.partition("::")[2] or test
 
 
 def fused_fma(y: torch.Tensor, x: torch.Tensor, s: torch.Tensor, BLOCK: int = 128) -> torch.Tensor:
@@ -79,7 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted and len(items) > wanted:
         kept = set(random.Random(int(os.environ[SEED])).sample(range(len(items)), wanted))
         items[:] = [item for i, item in enumerate(items) if i in kept]
-    items[:] = items[int(os.environ[AFTER]) :]
+    again = json.loads(os.environ[AGAIN])
+    items[:] = [item for item in items if name_of(item.nodeid) in again] + items[int(os.environ[AFTER]) :]
     _write(collected=len(items))
     done = {event["ends"] for event in events(Path(os.environ[RECORD])) if "ends" in event}
     items[:] = [item for item in items if item.nodeid not in done]

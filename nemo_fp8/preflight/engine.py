@@ -26,6 +26,7 @@ from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.moved import renamed
 from nemo_fp8.preflight.answers import Answer, answer
+from nemo_fp8.preflight.attention import require_attention
 from nemo_fp8.preflight.machine import ABSENT, Machine
 from nemo_fp8.preflight.support import EMULATED, EMULATION_SAYS, NATIVE, RECIPES, TRAINING, UNKNOWN
 
@@ -61,16 +62,11 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
         )
     reasons = require(precision, machine, sides=("train",), emulate=engine == "emulated")
     _require_te_obeys(precision)
-    if engine == "emulated" and (precision.attention or precision.multi_head_attention):
-        raise PrecisionError(
-            "FP8 attention on a machine without a GPU.",
-            "TransformerEngine computes attention scores in FP8 inside cuDNN's fused kernel, which has no counterpart "
-            "on a CPU.",
-            "Set fp8_dot_product_attention=False and fp8_multi_head_attention=False, or train on a GPU.",
-        )
     for recipe, reason in reasons.items():
         why = reason if requested == "auto" else "It was asked for."
         logger.info("FP8 engine for %s: %s. %s", RECIPES[recipe], engine, why)
+    if precision.attention or precision.multi_head_attention:
+        require_attention(precision, engine, os.environ)
     for warning in (*resume_findings(precision, os.environ), *backward_findings(precision)):
         logger.warning("%s %s %s", warning.what, warning.why, warning.remedy)
     return engine
@@ -174,6 +170,8 @@ def resume_findings(precision: Precision, environment: Mapping[str, str]) -> Ite
     """Yield what prevents a run under this contract from being resumed."""
     if precision.scaling == "delayed" and environment.get(ALLOW_PICKLE) != "1":
         yield finding("te-delayed-resume", ALLOW_PICKLE)
+    if precision.scaling == "delayed" and (precision.attention or precision.multi_head_attention):
+        yield finding("attention-resume", "attention")
 
 
 _BIASED = ("e2m1", (1, 16))  # a weight in a backward whose codes are not the forward's

@@ -22,6 +22,7 @@ from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
 from nemo_fp8.models.spellings import all_names
 from nemo_fp8.preflight.answers import answer
+from nemo_fp8.preflight.attention import attention_findings
 from nemo_fp8.preflight.doctor import sanity
 from nemo_fp8.preflight.engine import as_finding, backward_findings, recipes_of
 from nemo_fp8.preflight.machine import ABSENT, Machine
@@ -141,6 +142,7 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
     """Yield findings for settings that are obeyed and do harm."""
     if p.is_quantized and not p.wgrad and not (machine is not None and machine.has_gpu is False):
         yield finding("ignored-wgrad", "wgrad")
+    yield from attention_findings(p)
     yield from backward_findings(p)
     if p.rollout == "nvfp4" and p.activation_scheme == "dynamic" and not p.row_scaled:
         yield finding("nvfp4-rollout-activations", "activation_scheme")

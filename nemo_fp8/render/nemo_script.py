@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from nemo_fp8.contract import ROLLOUT_FIELDS, Precision
 from nemo_fp8.contract.te_variables import VARIABLES
+from nemo_fp8.preflight.attention import ignored_attention
 from nemo_fp8.render.nemo import from_nemo, to_nemo
 from nemo_fp8.render.rendering import Rendering, lost_fields, python_call
 
@@ -54,8 +55,8 @@ def core_defects(p: Precision) -> Iterable[str]:
     """Yield what megatron-core 0.15.3 does differently from what its own configs say."""
     if p.is_quantized and not p.wgrad:
         yield "fp8_wgrad=False is ignored by Megatron with TransformerEngine 2.0 and newer."
-    if (p.multi_head_attention and p.scaling != "delayed") or (p.attention and p.scaling == "mxfp8"):
+    if ignored_attention(p):
         yield (
-            f"megatron-core 0.15.3 does not hand this FP8 attention to TransformerEngine's {p.scaling} recipe, and it "
+            f"megatron-core does not hand this FP8 attention to TransformerEngine's {p.scaling} recipe, and it "
             "stays off."
         )

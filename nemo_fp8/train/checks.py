@@ -80,15 +80,18 @@ _RULES: dict[str, Callable[[Precision, Run], bool]] = {
     "run-context-parallel-on-cpu": lambda p, run: (
         (getattr(run.model, "context_parallel_size", 1) or 1) > 1 and not te_cpu.has_gpu()
     ),
-    "run-recomputes-bias": lambda p, run: _recomputes_mlp(run.model) and bool(run.model.add_bias_linear),
+    "run-recomputes-bias": lambda p, run: _recomputes(run.model, "mlp") and bool(run.model.add_bias_linear),
+    "run-recomputes-attention": lambda p, run: (
+        p.scaling == "delayed" and (p.attention or p.multi_head_attention) and _recomputes(run.model, "core_attn")
+    ),
     "run-gathers-no-fp8": lambda p, run: bool(getattr(run.ddp, "fp8_param_gather", False)) and not p.fp8_param,
 }
 
 
-def _recomputes_mlp(model: Any) -> bool:
-    """Return whether Megatron recomputes MLPs by themselves; of experts it does not."""
-    asked = getattr(model, "recompute_granularity", None) == "selective" and not getattr(model, "num_moe_experts", None)
-    return asked and "mlp" in (model.recompute_modules or ())
+def _recomputes(model: Any, part: str) -> bool:
+    """Return whether Megatron recomputes this part of every layer by itself; MLPs that are experts it does not."""
+    asked = getattr(model, "recompute_granularity", None) == "selective" and part in (model.recompute_modules or ())
+    return asked and not (part == "mlp" and getattr(model, "num_moe_experts", None))
 
 
 def _shards_optimizer(run: Run) -> bool:

@@ -112,6 +112,8 @@ def test_a_delayed_run_that_could_not_be_resumed_is_told() -> None:
     assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in found.remedy
     assert not list(resume_findings(delayed, {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}))
     assert not list(resume_findings(blockwise, {}))
+    (found,) = resume_findings(delayed.replace(attention=True), {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"})
+    assert "does not resume to the bit" in found.what
 
 
 def test_fp8_weights_that_megatron_initializes_on_the_cpu_are_named() -> None:

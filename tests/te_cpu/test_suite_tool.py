@@ -122,6 +122,19 @@ FILES = {
         @pytest.mark.parametrize("i", range(30))
         def test_fails(i): assert i < 0
     """,
+    "test_sometimes.py": """
+        import time
+        from pathlib import Path
+
+        SEEN = Path("seen")
+
+        def test_passes(): SEEN.open("a").write("once ")
+        def test_hangs_at_first():
+            if SEEN.read_text().count("hangs") == 0:
+                SEEN.open("a").write("hangs ")
+                time.sleep(600)
+        def test_fails(): assert 1 == 2
+    """,
     "test_slow.py": """
         import time, pytest
 
@@ -207,6 +220,19 @@ def test_a_file_that_was_stopped_goes_on_where_it_was(suite, tmp_path):
     path.write_text(json.dumps({"90": {"test_many.py": cut | {"tree": {"version": "9.8.7", "commit": None}}}}))
     with pytest.raises(AssertionError, match="its row is of another tree"):
         suite(*rest)
+
+
+def test_what_a_limit_of_its_own_stopped_is_run_again(suite, tmp_path):
+    """Alone, and in the place of what it was; a run that does not get through it changes nothing."""
+    _, written = suite("--only", "test_sometimes", "--test-limit", "3")
+    stopped = written["test_sometimes.py"]
+    assert list(stopped["failures"]) == ["test_hangs_at_first", "test_fails"]
+    assert suite("--rest", "--only", "test_sometimes", "--limit", "0")[1]["test_sometimes.py"] == stopped
+    printed, written = suite("--rest", "--only", "test_sometimes")
+    assert printed == {"test_sometimes": {"passed": 2, "failed": 1, "skipped": 0}}
+    assert list(written["test_sometimes.py"]["failures"]) == ["test_fails"]
+    assert (tmp_path / "tests" / "pytorch" / "seen").read_text() == "once hangs "
+    assert suite("--rest", "--only", "test_sometimes")[0] == {}
 
 
 def test_what_is_added_to_a_row(monkeypatch):

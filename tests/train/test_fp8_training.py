@@ -70,6 +70,31 @@ def test_amaxes_are_reduced_over_the_ranks_that_megatron_names(tp_only):
     assert (one != other) is tp_only
 
 
+# ---------------------------------------------------------------------- attention in FP8
+
+ATTENTION = {"fp8_dot_product_attention": True}
+OF_ATTENTION = {"before": "support.train.attention:watch", "probe": "support.train.attention:alone"}
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"ranks": 2}, {"ranks": 2, "tp": 2, "sequence_parallel": True}], ids=["one", "dp2", "tp2-sp"]
+)
+@pytest.mark.parametrize("recipe", ["bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed"])
+def test_attention_in_fp8_is_that_of_tes_module_alone(recipe, layout):
+    """Outputs and gradients of every call of two steps, to the bit; in BF16 none of them would be the same."""
+    run = train_tiny(recipe, stock=False, settings=OFF | ATTENTION, steps=2, **OF_ATTENTION, **layout)
+    assert run.extra["calls"] == 2 * MICRO_BATCHES // (layout.get("ranks", 1) // layout.get("tp", 1))
+    assert run.extra["equal"] == [["o", "dq", "dk", "dv"]] * run.extra["calls"]
+    assert run.extra["equal in bf16"] == [[]] * run.extra["calls"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed"])
+def test_a_model_learns_with_attention_in_fp8(recipe, bf16):
+    run = train_tiny(recipe, stock=False, settings=OFF | ATTENTION)
+    assert run.losses != train_tiny(recipe, stock=False, settings=OFF).losses
+    assert run.losses == pytest.approx(bf16, rel=0.02)
+
+
 # ---------------------------------------------------------------------- activation recompute, validation
 
 RECOMPUTE = {
@@ -82,11 +107,11 @@ DELAYED = {"fp8_amax_history_len": 2, "fp8_amax_compute_algo": "most_recent"}
 NO_BIAS = {"add_bias_linear": False}
 
 
-def delayed_run(config=None, **settings):
+def delayed_run(config=None, attention=False, **settings):
     run = train_tiny(
         "bf16_with_fp8_mixed",
         stock=False,
-        settings=OFF | DELAYED,
+        settings=OFF | DELAYED | {"fp8_dot_product_attention": attention},
         steps=4,
         config=NO_BIAS | (config or {}),
         probe="support.train.probes:states",
@@ -103,6 +128,20 @@ def kept():
 @pytest.mark.parametrize(("how", "pp"), [(how, 1) for how in RECOMPUTE] + [("uniform", 2)])
 def test_recomputed_activations_change_no_bit_of_delayed_scaling(how, pp, kept):
     assert delayed_run(RECOMPUTE[how], ranks=pp, pp=pp) == kept[pp]
+
+
+OF_MLPS = RECOMPUTE["mlp"] | {"recompute_modules": ["mlp"]}
+
+
+@pytest.mark.parametrize("how", [RECOMPUTE["uniform"], OF_MLPS], ids=["uniform", "mlp"])
+def test_nor_do_they_with_attention_in_fp8(how):
+    assert delayed_run(how, attention=True) == delayed_run(attention=True)
+
+
+def test_recompute_of_attention_in_fp8_under_delayed_scaling_is_refused():
+    """Without the refusal the second step's loss would be another."""
+    with pytest.raises(RunFailed, match="with FP8 attention and delayed scaling"):
+        delayed_run(RECOMPUTE["mlp"], attention=True)
 
 
 def test_recompute_of_norms_under_delayed_scaling_is_refused_as_megatron_does():
@@ -164,6 +203,12 @@ def test_delayed_scaling_with_first_and_last_layers_in_bf16_is_refused():
         train_tiny("bf16_with_fp8_mixed", stock=False, settings=settings, steps=1)
 
 
-def test_fp8_attention_is_refused_on_a_cpu():
-    with pytest.raises(RunFailed, match="FP8 attention on a machine without a GPU"):
-        train_tiny("bf16_with_fp8_mixed", stock=False, settings={"fp8_dot_product_attention": True}, steps=1)
+def test_fp8_attention_is_refused_where_te_was_told_not_to_round_it():
+    with pytest.raises(RunFailed, match="NVTE_UnfusedDPA_Emulate_FP8=0"):
+        train_tiny(
+            "bf16_with_fp8_mixed",
+            stock=False,
+            settings=ATTENTION,
+            steps=1,
+            env={"NVTE_UnfusedDPA_Emulate_FP8": "0"},
+        )

@@ -113,6 +113,7 @@ class _Refused:
         raise ValueError("no")
 
 
+_ATTENTION = nemo_fp8.preset("bf16_with_fp8_mixed").replace(attention=True)
 _RUNS = {
     "run-setting-dropped": ("bf16_with_fp8_blockwise_mixed", {}),
     "run-model-asks-for-fp8": ("bf16_mixed", {"model": {"fp8": "hybrid"}}),
@@ -125,6 +126,10 @@ _RUNS = {
         "bf16_mixed",
         {"model": {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": True}},
     ),
+    "run-recomputes-attention": (
+        _ATTENTION,
+        {"model": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
+    ),
     "run-gathers-no-fp8": ("bf16_mixed", {"ddp": {"fp8_param_gather": True}}),
     "run-refused-by-megatron": ("bf16_mixed", {"optimizer": _Refused()}),
 }
@@ -133,13 +138,13 @@ _RUNS = {
 @pytest.mark.parametrize("code", _RUNS)
 def test_every_rule_on_a_run_has_its_code(code):
     """The smallest configs that break each rule: those of ``run-`` and two that lint has too."""
-    preset, configs = _RUNS[code]
+    contract, configs = _RUNS[code]
     plain = {"num_layers": 8, "fp8": None, "fp4": None}
     made = {name: SimpleNamespace(**fields) if isinstance(fields, dict) else fields for name, fields in configs.items()}
     run = Run(**{"model": SimpleNamespace(**plain)} | made)
     vars(run.model).update(plain | vars(run.model))
     with pytest.raises(PrecisionError) as caught:
-        require_agreement(nemo_fp8.preset(preset), run)
+        require_agreement(nemo_fp8.preset(contract) if isinstance(contract, str) else contract, run)
     assert code in [problem.code for problem in caught.value.problems]
 
 
@@ -318,6 +323,23 @@ def test_the_plugin_asks_before_the_model_is_built():
         pytest.skip("this machine has a GPU")
     with pytest.raises(PrecisionError, match="blockwise"), plugin.module_init_context():
         pytest.fail("the model would be built here")
+
+
+def test_attention_in_fp8_is_said_and_what_megatron_would_ignore_refused(caplog, monkeypatch):
+    cpu = Machine.parse("cpu,torch2.13")
+    with caplog.at_level("INFO", logger="nemo_fp8"):
+        assert choose_engine(_ATTENTION, machine=cpu) == "emulated"
+    assert "FP8 attention: emulated" in caplog.text
+    assert "does not resume to the bit" in caplog.text
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "0")
+    with pytest.raises(PrecisionError, match="NVTE_UnfusedDPA_Emulate_FP8=0"):
+        choose_engine(_ATTENTION, machine=cpu)
+    for machine in (cpu, Machine.parse("b200,cuda12.9,te2.9")):
+        with pytest.raises(PrecisionError, match="attention=True does nothing with mxfp8 scaling"):
+            choose_engine(nemo_fp8.preset("bf16_with_mxfp8_mixed").replace(attention=True), machine=machine)
+    both = nemo_fp8.preset("bf16_with_fp8_current_scaling_mixed").replace(attention=True, multi_head_attention=True)
+    with pytest.raises(PrecisionError, match=r"^multi_head_attention=True does nothing"):
+        choose_engine(both, machine=cpu)
 
 
 def test_the_choice_is_said_with_its_reason(caplog):
