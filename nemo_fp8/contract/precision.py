@@ -365,7 +365,7 @@ class Precision:
         return explain(self)
 
     def diff(self, other: Precision) -> dict[str, tuple[Any, Any]]:
-        """Return ``{field: (mine, theirs)}`` of what differs but ``name``. Raises PrecisionError if it is no contract."""
+        """Return ``{field: (mine, theirs)}`` of what differs but ``name``. Raises PrecisionError for no contract."""
         if not isinstance(other, Precision):
             raise PrecisionError(f"{other!r} is no contract.", "Two contracts differ.", "Give nemo_fp8.preset(NAME).")
         mine, theirs = self.to_dict(), other.to_dict()
