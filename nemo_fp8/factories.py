@@ -29,6 +29,7 @@ from lightning.pytorch.plugins import Precision as LightningPrecision
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.explain import docstring
+from nemo_fp8.contract.naming import given
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.nemo import changes_from_nemo
@@ -38,10 +39,11 @@ from nemo_fp8.train.signature import PARAMETERS
 logger = logging.getLogger("nemo_fp8")
 
 
-def plugin_config(precision: Precision, engine: str = "auto") -> run.Config[MixedPrecision]:
+def plugin_config(precision: Precision | str, engine: str = "auto") -> run.Config[MixedPrecision]:
     """Return the ``run.Config`` of our plugin for any contract: ``trainer.plugins = plugin_config(my_contract)``."""
     chosen = {} if engine == "auto" else {"engine": engine}
-    return run.Config(MixedPrecision, **plugin_arguments(precision), **chosen)
+    contract = precision if isinstance(precision, Precision) else given(precision)
+    return run.Config(MixedPrecision, **plugin_arguments(contract), **chosen)
 
 
 def _factory(name: str, precision: Precision) -> Callable[..., run.Config[MixedPrecision]]:

@@ -15,7 +15,7 @@ def own_folder(below: str = "") -> Path:
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_fp8"
     except RuntimeError as error:  # a user without an entry in passwd, as in many containers
-        raise OSError(f"there is no folder to keep them in: {error} (set XDG_CACHE_HOME)") from error
+        raise OSError(f"there is no folder to keep them in: {error}") from error
     return private(private(cache) / below) if below else private(cache)
 
 

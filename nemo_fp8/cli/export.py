@@ -173,7 +173,8 @@ def _kept(done: Exported) -> list[tuple[str, str]]:
         "keep": "named in keep or modules",
         "shape": "for their shape",
     }
-    return [("kept", ", ".join(f"{counts[rule]} {text}" for rule, text in words.items() if counts[rule]))]
+    told = ", ".join(f"{counts[rule]} {text}" for rule, text in words.items() if counts[rule])
+    return [("kept", told or "nothing")]
 
 
 def _certified(c: Certificate) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,10 @@ def require_report(html: Path) -> None:
     if not html.parent.is_dir() or html.is_dir():
         raise PrecisionError(
             f"Cannot write {html}.", "Its folder does not exist, or it is a folder itself.", "Give another path."
+        )
+    if not os.access(html if html.exists() else html.parent, os.W_OK):
+        raise PrecisionError(
+            f"Cannot write {html}.", "You may not write there.", "Give a path in a folder that you may write to."
         )
 
 

@@ -182,8 +182,7 @@ class Precision:
             if name not in self.said:
                 object.__setattr__(self, name, value)
         # _contradictions compares numbers and strings, so it runs only when every value has its type.
-        problems = [*_wrong_values(self)] or [*_contradictions(self)]
-        if problems:
+        if problems := [*_wrong_values(self)] or [*_contradictions(self)]:
             raise PrecisionError(problems)
         if self.backward_scaling == self.scaling:  # said twice, and not a second cast of the forward's codes
             object.__setattr__(self, "backward_scaling", None)
@@ -366,7 +365,9 @@ class Precision:
         return explain(self)
 
     def diff(self, other: Precision) -> dict[str, tuple[Any, Any]]:
-        """Return the fields in which two contracts differ, as ``{field: (mine, theirs)}``; ``name`` is left out."""
+        """Return ``{field: (mine, theirs)}`` of what differs but ``name``. Raises PrecisionError for no contract."""
+        if not isinstance(other, Precision):
+            raise PrecisionError(f"{other!r} is no contract.", "Two contracts differ.", "Give nemo_fp8.preset(NAME).")
         mine, theirs = self.to_dict(), other.to_dict()
         return {name: (mine[name], theirs[name]) for name in mine if name != "name" and mine[name] != theirs[name]}
 
@@ -460,8 +461,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _refuse_unknown(values: Mapping[str, Any]) -> None:
     known = [f.name for f in fields(Precision)]
-    problems = [unknown("contract field", name, known) for name in values if name not in known]
-    if problems:
+    if problems := [unknown("contract field", name, known) for name in values if name not in known]:
         raise PrecisionError(problems)
 
 
@@ -489,9 +489,8 @@ def _wrong_values(p: Precision) -> Iterator[Problem]:
     if not isinstance(p.name, str):
         yield _invalid(p, "name", "a text", "Give a text, or leave it out.")
     if not isinstance(p.keep, tuple) or not all(isinstance(k, str) and k for k in p.keep):
-        yield _invalid(
-            p, "keep", "a list of names", "Give globs such as '*.router', or regular expressions behind 're:'."
-        )
+        remedy = "Give globs such as '*.router', or regular expressions behind 're:'."
+        yield _invalid(p, "keep", "a list of names", remedy)
         return
     yield from (problem for pattern in p.keep for problem in _bad_pattern("keep", pattern))
     yield from _bad_rules(p)
@@ -533,9 +532,8 @@ def _bad_pattern(field: str, pattern: str) -> Iterator[Problem]:
 
 
 def _invalid(p: Precision, name: str, expected: str, remedy: str) -> Problem:
-    return Problem(
-        f"{name}={getattr(p, name)!r} is not {expected}.", "A contract only holds values that mean something.", remedy
-    )
+    what = f"{name}={getattr(p, name)!r} is not {expected}."
+    return Problem(what, "A contract only holds values that mean something.", remedy)
 
 
 def _contradictions(p: Precision) -> Iterator[Problem]:

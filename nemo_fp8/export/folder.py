@@ -217,7 +217,7 @@ class Destination:
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise PrecisionError(
-                f"{self.folder} has room for {free / 1e9:,.1f} GB, and {needed / 1e9:,.1f} GB are still to be written.",
+                f"{self.folder} has room for {free / 1e6:,.1f} MB, and {needed / 1e6:,.1f} MB are still to be written.",
                 "The disk would be full before the end.",
                 "Free some space, or give a folder on another disk.",
             )

@@ -141,7 +141,15 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
         if not _says(target.folder / name, said):
             found.files_wrong += 1
             found.names.append(name)
+    for name in ALONE_SAYING_IT - plan.texts.keys():
+        if (target.folder / name).exists():
+            found.files_wrong += 1
+            found.names.append(name)
     return found
+
+
+ALONE_SAYING_IT = {"hf_quant_config.json"}
+"""Files by which vLLM takes weights for quantized where config.json does not say that they are."""
 
 
 def _says(path: Path, said: Any) -> bool:

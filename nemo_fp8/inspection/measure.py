@@ -186,18 +186,22 @@ class Inspection:
 
 def inspect_checkpoint(
     path: str | Path,
-    recipes: Mapping[str, Precision | str],
+    recipes: Mapping[str, Precision | str] | Precision | str,
     *,
     activations: str | Path | None = None,
     progress: Callable[[int], Progress] | None = None,
 ) -> Inspection:
     """Measure a checkpoint, and a file of captured activations, under each recipe: a contract, or the name of one.
 
+    ``recipes`` has a label for each of them; one alone is labelled with its name.
+
     ``progress`` is called once with the number of bytes to read. It returns a function that is called after each tensor
     with its bytes and its name.
 
     Raises PrecisionError if a recipe has no FP8, a file cannot be read, or there is nothing to measure in it.
     """
+    if not isinstance(recipes, Mapping):
+        recipes = {(alone := given(recipes)).name: alone}
     contracts = {label: given(recipe) for label, recipe in recipes.items()}
     _require_fp8(contracts)
     checkpoint = Checkpoint.open(path)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.contract import Operand, Precision, naming
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.mismatch.weights import Weights, reference
 from nemo_fp8.models.families import FAMILIES
@@ -116,11 +116,16 @@ class Run:
     """How a forward is run: in which dtype, and which operands are in FP8."""
 
     precision: Precision | None = None
+    """A contract, or the name of one, which becomes it; None for a run without FP8."""
     side: str = "rollout"
     """The side of the contract whose operands are used: ``rollout`` or ``train``."""
     activations: bool = True
     dtype: torch.dtype | None = None
     """The dtype of everything that is not in FP8; None means that of the weights."""
+
+    def __post_init__(self) -> None:
+        if self.precision is not None:
+            object.__setattr__(self, "precision", naming.given(self.precision))
 
     def operand(self, role: str, linear: str = "", experts: int = 0) -> Operand | None:
         """Return how ``input`` or ``weight`` is quantized, of a ``linear`` by the rule for it; None if it is not.

@@ -49,7 +49,7 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
 
 
 def reference(
-    weights: Weights, precision: Precision, layers: int | None = None, *, side: str = "rollout"
+    weights: Weights, precision: Precision | str, layers: int | None = None, *, side: str = "rollout"
 ) -> Iterator[tuple[str, Quantized]]:
     """Yield the name, codes and scales of every tensor that the contract stores in FP8, as workers must have them.
 
@@ -57,6 +57,7 @@ def reference(
     own FP8 weights; nothing, if the contract does not train in FP8. Raises PrecisionError if the contract is strict and
     shapes do not fit.
     """
+    precision = given(precision)
     if precision.operand("weight", side) is None:
         return
     quantized = precision if precision.rolls_out_quantized else precision.replace(rollout="fp8")
@@ -110,7 +111,7 @@ def sides_apart(
 
     If :func:`nemo_fp8.check` says that the values are equal but for underflow, the second share is that underflow.
     """
-    both = (reference(weights, given(precision), layers, side=side) for side in ("train", "rollout"))
+    both = (reference(weights, precision, layers, side=side) for side in ("train", "rollout"))
     for (name, ours), (_, theirs) in zip(*both, strict=False):  # a side without FP8 has no copy
         codes = ours.data.view(torch.uint8) != theirs.data.view(torch.uint8)
         values = ours.dequantize() != theirs.dequantize()

@@ -222,7 +222,12 @@ def _why_unit(unit: Unit, precision: Precision, layers: int, kv_rows: int | None
 
 
 def _is_matrix(name: str, shape: tuple[int, ...], experts: bool) -> bool:
-    """Return whether a tensor is a linear's weight, or a stack of experts' weights, whose name may lack ``.weight``."""
+    """Return whether a tensor is a linear's weight, or a stack of experts' weights, whose name may lack ``.weight``.
+
+    One without values is none.
+    """
+    if 0 in shape:
+        return False
     if experts:
         return len(shape) in (2, 3) and not name.endswith("bias")
     return len(shape) == 2 and name.endswith(".weight")

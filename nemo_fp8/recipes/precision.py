@@ -7,7 +7,6 @@ from typing import Any, Optional, TypeAlias, Union
 import nemo_run as run
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.naming import given
 from nemo_fp8.factories import plugin_config
 from nemo_fp8.train.plugin import MixedPrecision
 
@@ -24,4 +23,4 @@ def plugin_of(precision: PrecisionLike) -> run.Config[MixedPrecision]:
     """
     if isinstance(precision, run.Config):
         return precision
-    return plugin_config(given(precision))
+    return plugin_config(precision)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.models.governed import scales_tokens
 from nemo_fp8.moved import renamed
@@ -102,13 +103,13 @@ _FIXED_SCALE = (
 # ---------------------------------------------------------------------- engine arguments
 
 
-def to_vllm(precision: Precision, plugin: bool | None = None) -> dict[str, Any]:
+def to_vllm(precision: Precision | str, plugin: bool | None = None) -> dict[str, Any]:
     """Return keyword arguments for ``vllm.LLM`` on an unquantized checkpoint.
 
     ``plugin`` says whether ours quantizes, or vLLM itself; None takes vLLM itself where it can do what the contract
     asks. Raises PrecisionError if it has to and cannot.
     """
-    p = precision
+    p = given(precision)
     arguments: dict[str, Any] = {"dtype": _DTYPES[p.compute], "kv_cache_dtype": p.kv_cache}
     if not p.rolls_out_quantized:
         return arguments

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -96,15 +96,16 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Open a safetensors file, a folder of them, or a folder with an index; only headers are read.
 
-        Raises PrecisionError if files are missing or damaged, or a tensor is in two of them.
+        Raises PrecisionError if files are missing or damaged, a tensor is in two of them, or it cannot be told what a
+        weight's scales are.
         """
         path = Path(path)
         entries: dict[str, Entry] = {}
-        passed: dict[str, None] = {}
+        passed: dict[str, Path] = {}
         for file, names in _files(path).items():
             for entry in _entries(file):
                 if names is not None and entry.name not in names:
-                    passed[entry.name] = None
+                    passed.setdefault(entry.name, file)
                     continue
                 if entry.name in entries:
                     raise PrecisionError(
@@ -121,7 +122,14 @@ class Checkpoint:
                     f"{INDEX} says that it does; the shards and the index are of different checkpoints.",
                     "Download the folder again, or remove the index to read whatever the shards hold.",
                 )
-        return cls(path, entries, [name for name in passed if name not in entries])
+        for name in entries.keys() & passed.keys():
+            raise PrecisionError(
+                f"{name} is in {entries[name].file.name}, where {INDEX} has it, and in {passed[name].name}.",
+                "Engines load every tensor of both files, and keep the one that comes last.",
+                "Save the model anew, each tensor in one file, as save_pretrained() of transformers does.",
+            )
+        _require_one_reading(entries)
+        return cls(path, entries, [*passed])
 
     def scale_of(self, name: str) -> str | None:
         """Return the name of the scale of an FP8 weight; None if there is none."""
@@ -177,8 +185,12 @@ class Checkpoint:
             )
         stack: list[int | None] = [*range(experts)] if len(codes.shape) == 3 else [None]
         for i, beneath in zip(stack, scale_2.expand(experts), strict=True):
-            of_one = (self._read(codes, i), self._read(scales, i), beneath)
-            yield QuantizedNVFP4.from_modelopt(*of_one).dequantize()
+            two_a_byte, of_blocks = self._read(codes, i), self._read(scales, i)
+            # A block far below the matrix's largest value has a scale of zero and codes that are none; not all have.
+            of_each = of_blocks.float()
+            lost = (of_each < 0) | (beneath <= 0) | (of_each <= 0).all()
+            _require_whole(name, lost & (two_a_byte & 0x77).view(*lost.shape, BLOCK // 2).any(-1))
+            yield QuantizedNVFP4.from_modelopt(two_a_byte, of_blocks, beneath).dequantize()
 
     def stored(self, name: str) -> Iterator[torch.Tensor]:
         """Yield a tensor, or each matrix of a stack, as it is stored: FP8 as codes, without their scales.
@@ -270,13 +282,19 @@ def _dequantize(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Te
     scale = scale.reshape(() if tile is None else (-(-codes.shape[0] // tile[0]), -1))
     lost = scale.float() <= 0
     if lost.any() and Quantized(codes, lost.float(), tile).dequantize().any():  # zeros may have any scale
+        _require_whole(name, lost)
+    return Quantized(codes, scale, tile).dequantize()
+
+
+def _require_whole(name: str, lost: torch.Tensor) -> None:
+    """Raise PrecisionError if any scale is lost."""
+    if lost.any():
         raise PrecisionError(
             f"{int(lost.sum())} of the {lost.numel()} scales of {name} are zero or negative.",
             "Their codes are not zero, and a code times zero is: the weight is lost, as where scales were never "
             "written.",
             "Give a checkpoint whose scales are whole, or the BF16 one that it was made from.",
         )
-    return Quantized(codes, scale, tile).dequantize()
 
 
 def _tile(codes: torch.Size, scale: torch.Size) -> tuple[int, int] | None:
@@ -288,6 +306,25 @@ def _tile(codes: torch.Size, scale: torch.Size) -> tuple[int, int] | None:
         return (1, columns)
     known = ((128, 128), (1, 32), (1, 128))
     return next((t for t in known if tuple(scale) == (-(-rows // t[0]), -(-columns // t[1]))), (0, 0))
+
+
+def _require_one_reading(entries: Mapping[str, Entry]) -> None:
+    """Raise PrecisionError for a weight with two scales, or with one although it is no code."""
+    for name, entry in entries.items():
+        scales = [name + ending for ending in SCALES if name + ending in entries]
+        if len(scales) > 1:
+            raise PrecisionError(
+                f"{name} has two scales, {' and '.join(scales)}.",
+                "Which of them its codes are to be multiplied with, no file says.",
+                "Give a checkpoint with one of them, or the BF16 one that it was made from.",
+            )
+        if scales and entry.dtype in VALUES and len(entry.shape) > 1:
+            raise PrecisionError(
+                f"{name} is {entry.dtype} and has a scale, {scales[0]}.",
+                "Codes that were read as numbers look like that, and so does a weight whose scale was left behind; no "
+                "file says which it is.",
+                "Give the checkpoint with FP8 codes, or the one in BF16 that has no scales.",
+            )
 
 
 # ---------------------------------------------------------------------- files
@@ -315,7 +352,7 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
 
 def _indexed(index: Path) -> dict[Path, set[str] | None]:
     try:
-        names = json.loads(index.read_text())["weight_map"]
+        names = json.loads(index.read_text(), object_pairs_hook=_each_once)["weight_map"]
         pairs = [(str(name), str(shard)) for name, shard in names.items()]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PrecisionError(
@@ -340,6 +377,16 @@ def _indexed(index: Path) -> dict[Path, set[str] | None]:
         assert expected is not None
         expected.add(name)
     return files
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping; raise ValueError if a key is in it twice, of which JSON's readers keep the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key} is in it twice")
+        found[key] = value
+    return found
 
 
 def _entries(file: Path) -> list[Entry]:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nemo_fp8.cli.options import require_report
 from nemo_fp8.contract.presets import PRESETS, preset
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import render
 from nemo_fp8.render.nemo_rl import to_nemo_rl
 from nemo_fp8.render.nemo_rl_fp4 import ALIKE
@@ -158,6 +160,18 @@ def test_a_report_that_could_not_be_written_is_refused_before_the_work(tmp_path,
     done = _run(*words, "--html", "nowhere/page.html", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: Cannot write nowhere/page.html."), done.stderr  # nothing said to start
+
+
+@pytest.mark.parametrize("there_is_one", [False, True])
+def test_a_report_where_one_may_not_write_is_refused_before_the_work(tmp_path, monkeypatch, there_is_one):
+    page = tmp_path / "page.html"
+    if there_is_one:
+        page.touch()
+    require_report(page)
+    locked = page if there_is_one else tmp_path  # who runs the tests may write everywhere, where it is root
+    monkeypatch.setattr("os.access", lambda path, mode: path != locked)
+    with pytest.raises(PrecisionError, match="You may not write there"):
+        require_report(page)
 
 
 def test_what_no_run_could_train_is_refused_before_one_is_said_to_start():

@@ -223,6 +223,9 @@ def test_identity_is_in_the_settings_and_not_in_the_name():
     assert a.name != b.name
     assert a.diff(b) == {}
     assert a.diff(a.replace(margin=2)) == {"margin": (0, 2)}
+    for name in ("bf16_mixed", a.to_dict(), None):
+        with pytest.raises(PrecisionError, match=r"is no contract(.|\n)*Give nemo_fp8.preset"):
+            a.diff(name)
     with pytest.raises(AttributeError):
         a.margin = 3
 

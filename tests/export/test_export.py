@@ -390,6 +390,32 @@ def test_the_certificate_finds_what_another_config_says(tmp_path, precision):
     assert verify(exported.plan, tmp_path / "out").described == len(exported.plan.texts) > 1
 
 
+def test_the_certificate_finds_a_file_that_takes_values_for_codes(tmp_path):
+    """vLLM reads ModelOpt's own file where config.json says nothing."""
+    exported = to(tmp_path / "out", write(tmp_path / "in"), preset("bf16_mixed"))
+    assert verify(exported.plan, tmp_path / "out").holds
+    (tmp_path / "out" / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert verify(exported.plan, tmp_path / "out").names == ["hf_quant_config.json"]
+
+
+def test_weights_without_values_are_copied(tmp_path):
+    """Such as the experts of a rank that has none."""
+    empty = {
+        "model.layers.0.mlp.down_proj.weight": torch.empty(256, 0).bfloat16(),
+        "model.layers.0.mlp.up_proj.weight": torch.empty(0, 256).bfloat16(),
+        "model.layers.1.mlp.experts.down_proj": torch.empty(0, 256, 256).bfloat16(),
+    }
+    whole = {"model.layers.2.mlp.down_proj.weight": torch.randn(256, 256).bfloat16()}
+    (tmp_path / "in").mkdir()
+    save_file(empty | whole, tmp_path / "in" / "model.safetensors")
+    exported = to(tmp_path / "out", tmp_path / "in")
+    assert {*exported.plan.selection.quantized} == {*whole}
+    assert verify(exported.plan, tmp_path / "out").holds
+    assert {name: x.shape for name, x in load_file(tmp_path / "out/model.safetensors").items() if name in empty} == {
+        name: x.shape for name, x in empty.items()
+    }
+
+
 def test_the_certificate_is_of_one_source_and_one_contract(tmp_path):
     exported = to(tmp_path / "out", write(tmp_path / "in"))
     other = to(tmp_path / "other", tmp_path / "in", FP32)

@@ -4,6 +4,8 @@ import json
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.small_models import content, tensors, write
 
 from nemo_fp8 import PrecisionError
@@ -41,6 +43,12 @@ def test_export_and_verify(tmp_path, run):
     assert found["certificate"]["holds"]
     assert found["quantized"] == 12
     assert len(found["misaligned"]) == 3
+
+
+def test_no_row_is_empty_where_nothing_is_kept(tmp_path, run):
+    (tmp_path / "in").mkdir()
+    save_file({"model.layers.0.mlp.down_proj.weight": torch.ones(128, 128)}, tmp_path / "in" / "model.safetensors")
+    assert "kept nothing" in " ".join(run(tmp_path / "in", tmp_path / "out", "--precision", NAME).out.split())
 
 
 def test_the_answer_no_has_exit_code_1(tmp_path, run):

@@ -111,6 +111,16 @@ def test_fields_that_only_the_contract_has_arrive():
     assert plugin_config(plugin.contract, "emulated") == config
 
 
+def test_a_config_for_a_contract_by_its_name(tmp_path):
+    assert plugin_config("bf16_with_mxfp8_mixed") == nemo_fp8.bf16_with_mxfp8_mixed()
+    (tmp_path / "mine.yaml").write_text("format: hybrid\nscaling: blockwise\nlast_layers: 1\n")
+    assert fdl.build(plugin_config(str(tmp_path / "mine.yaml"))).contract.last_layers == 1
+    with pytest.raises(PrecisionError, match="Did you mean 'bf16_with_mxfp8_mixed'"):
+        plugin_config("bf16_with_mxfp8_mixd")
+    with pytest.raises(PrecisionError, match="is no contract"):
+        plugin_config(None)
+
+
 def test_what_was_said_to_a_factory_stays_said():
     config = nemo_fp8.bf16_with_fp8_blockwise_mixed(weight_scale="pow2", activation_scale="pow2")
     config.fp8_recipe = "tensorwise"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.tiny_llama import llama, write_shards
 
 from nemo_fp8.contract import Operand
@@ -77,6 +77,46 @@ def test_codes_without_scales_or_with_strange_ones_are_refused(tmp_path):
             list(Checkpoint.open(tmp_path / f"{file}.safetensors").matrices("a.weight"))
 
 
+UNCLEAR = {
+    "two scales": ({"a.weight_scale_inv": torch.ones(1, 2), "a.weight_scale": torch.ones(1, 2)}, "has two scales"),
+    "codes read as numbers": ({"a.weight": torch.ones(128, 256), "a.weight_scale": torch.ones(1, 2)}, "is F32 and has"),
+}
+
+
+@pytest.mark.parametrize("kind", UNCLEAR)
+def test_a_weight_of_which_no_file_says_how_it_is_scaled_is_refused(tmp_path, kind):
+    changed, words = UNCLEAR[kind]
+    codes = torch.randn(128, 256).to(torch.float8_e4m3fn)
+    save_file({"a.weight": codes, "a.weight_scale_inv": torch.ones(1, 2)}, tmp_path / "good.safetensors")
+    assert len([*Checkpoint.open(tmp_path / "good.safetensors").matrices("a.weight")]) == 1
+    save_file({"a.weight": codes} | changed, tmp_path / "unclear.safetensors")
+    with pytest.raises(PrecisionError, match=words):
+        Checkpoint.open(tmp_path / "unclear.safetensors")
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_scale_2"])
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_four_bit_codes_whose_scale_was_never_written_are_refused(tmp_path, part, factor):
+    """Times zero they are a weight of zeros, and exports and measurements of it are flawless. Codes of zero, whose sign
+    is a bit, may have any scale."""
+    codes = torch.randint(0, 256, (4, 32), dtype=torch.uint8)
+    codes[0] = 0x80
+    whole = {
+        "a.weight": codes,
+        "a.weight_scale": torch.ones(4, 4).to(torch.float8_e4m3fn),
+        "a.weight_scale_2": torch.tensor(0.5),
+    }
+    scale = whole[f"a.{part}"].float()
+    if scale.dim():
+        scale[0] *= factor
+    for harmless in (whole, whole | {f"a.{part}": scale.to(whole[f"a.{part}"].dtype)}):
+        save_file(harmless, tmp_path / "fp4.safetensors")
+        assert len([*Checkpoint.open(tmp_path / "fp4.safetensors").matrices("a.weight")]) == 1
+    save_file(whole | {f"a.{part}": (scale * factor).to(whole[f"a.{part}"].dtype)}, tmp_path / "fp4.safetensors")
+    with pytest.raises(PrecisionError, match=r"12 of the 16 scales of a\.weight are zero or negative"):
+        list(Checkpoint.open(tmp_path / "fp4.safetensors").matrices("a.weight"))
+
+
 def _index(folder, change):
     index = json.loads((folder / INDEX).read_text())
     change(index["weight_map"])
@@ -112,6 +152,18 @@ def _garbage(file):
     file.write_bytes(bytes(range(256)) * 8)
 
 
+def _twice(folder):
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    held = load_file(second)
+    save_file(held | {name: x + 1 for name, x in load_file(first).items()}, second)
+
+
+def _named_twice(folder):
+    text = (folder / INDEX).read_text()
+    (name, shard), *_ = json.loads(text)["weight_map"].items()
+    (folder / INDEX).write_text(text.replace(f'"{name}"', f'"{name}": "{shard}", "{name}"'))
+
+
 DAMAGE = {
     "truncated": (lambda folder: _truncate(sorted(folder.glob("*.safetensors"))[1]), "damaged"),
     "garbage": (lambda folder: _garbage(sorted(folder.glob("*.safetensors"))[1]), "damaged"),
@@ -121,6 +173,8 @@ DAMAGE = {
         lambda folder: _index(folder, lambda n: n.update({"more.weight": next(iter(n.values()))})),
         "does not hold more",
     ),
+    "a tensor in two shards": (lambda folder: _twice(folder), "keep the one that comes last"),
+    "a name twice in the index": (lambda folder: _named_twice(folder), "is in it twice"),
     "index is no JSON": (lambda folder: (folder / INDEX).write_text("{"), "cannot be read"),
     "index is a list": (lambda folder: (folder / INDEX).write_text("[1]"), "cannot be read"),
     "index without a map": (lambda folder: (folder / INDEX).write_text('{"weight_map": 3}'), "cannot be read"),

@@ -148,7 +148,7 @@ def test_a_leaving_is_not_believed_and_is_written_anew(cache):
         assert file.read_text() == token == token_of("http://127.0.0.1:8000")
 
 
-def test_no_token_is_put_where_others_can_read_or_have_put_something(cache, tmp_path):
+def test_no_token_is_put_where_others_can_read_or_have_put_something(cache, tmp_path, monkeypatch):
     with drawn_token("127.0.0.1", 8000) as (_, file):
         pass
 
@@ -166,6 +166,16 @@ def test_no_token_is_put_where_others_can_read_or_have_put_something(cache, tmp_
     file.write_text("open to all")
     file.chmod(0o644)
     refused("closed to others")
+    file.chmod(0o600)
+    real = os.fstat
+
+    def of_another_user(handle):
+        about = real(handle)
+        return os.stat_result((*about[:4], about.st_uid + 1, *about[5:]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", of_another_user)
+        refused("no file of your own")
     file.unlink()
     file.parent.chmod(0o777)
     refused("written by others")

@@ -1,10 +1,11 @@
 """Compile the CPU kernels on the machine that runs them, once, and keep the library.
 
 The files of ``SOURCES`` are plain C. They are compiled for the processor at hand (AVX-512, AVX2, NEON: as the compiler
-detects) at the first quantization, in about four seconds, and loaded through ctypes. Why not an extension module: the
-package stays one wheel for every platform and Python, an editable install and a fresh clone need no build step, and the
-compiler may use every instruction of the machine. The trade-off: a machine without a C compiler quantizes with torch,
-to the same bits but more slowly, and one line in the log says so. (Triton and TorchInductor make the same choice.)
+detects) at the first quantization, in about fifteen seconds of one core, and loaded through ctypes. Why not an
+extension module: the package stays one wheel for every platform and Python, an editable install and a fresh clone need
+no build step, and the compiler may use every instruction of the machine. The trade-off: a machine without a C compiler
+quantizes with torch, to the same bits but more slowly, and one line in the log says so. (Triton and TorchInductor make
+the same choice.)
 ``python -m nemo_fp8.numerics.kernels.build`` builds ahead of time, for a container image.
 
 The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a hash of everything it depends on: the
@@ -90,7 +91,7 @@ def build() -> Path:
     try:
         place = own_folder() / f"fp8-{_identity(compiler)}.so"
     except OSError as error:
-        raise CannotBuild(str(error)) from error
+        raise CannotBuild(f"{error} (set XDG_CACHE_HOME to a folder of your own)") from error
     if not place.exists():
         with _one_at_a_time(place.parent):
             if not place.exists():
