@@ -8,8 +8,9 @@ file of it belongs to this project. Each file runs in a process of its own, with
 it, for each architecture that is stood for. Every test is written down as it ends, so a file that is stopped at its
 limit reports what it got through; a test that hangs or takes its process with it has failed, and the file goes on after
 it. ``--rest`` goes on where that limit cut a file off, runs tests again that their own limit stopped, with the sample,
-seed and words that its row names, and adds to the row. ``--sample N`` takes N tests of each file, chosen by ``--seed``. Tests with one of the words of ``--without`` in
-their name are left out: as a rule those of matrices with a side of 8192 or more, which take minutes each.
+seed and words that its row names, and adds to the row. ``--sample N`` takes N tests of each file, chosen by ``--seed``.
+Tests with one of the words of ``--without`` in their name are left out: as a rule those of matrices with a side of 8192
+or more, which take minutes each.
 
 ``FILE+debug`` is a file once more, while TE's debug tool looks on, as TE's scripts run two of them. That and the files
 of ``debug/`` need ``nvdlfw-inspect``, and test_onnx_export needs ``onnxruntime``; neither belongs to this project's

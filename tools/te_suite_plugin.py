@@ -1,6 +1,6 @@
-"""What pytest does within ``te_suite``: take a sample, leave out what was run before, but for what is
-to be run again, and write down every test as it
-begins and ends. The one Triton kernel of a reference is computed without Triton (:func:`fused_fma`).
+"""What pytest does within ``te_suite``: take a sample, leave out what was run before but for what is to be run again,
+and write down every test as it begins and ends. The one Triton kernel of a reference is computed without Triton
+(:func:`fused_fma`).
 
 Ranks that a test leaves behind are ended with it: each has a session of its own, so that they outlive a launcher that
 was stopped.
