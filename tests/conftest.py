@@ -1,6 +1,7 @@
 """For every theme: property tests have no deadline, since a busy machine is no counterexample; what takes longest
 begins first."""
 
+import atexit
 import gc
 import importlib
 import os
@@ -16,6 +17,7 @@ if os.environ.get("NEMO_FP8_TESTS_AS"):
 
 # For this process, which was there before, and for those that tests start: see tests/sitecustomize.py.
 gc.set_threshold(50_000, 20, 20)
+atexit.register(gc.disable)
 _PATH = [os.path.dirname(__file__), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATH))
 
