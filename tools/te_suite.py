@@ -131,7 +131,7 @@ class Limits:
         if row.get("tree") != tested:
             raise SystemExit(f"{file}: its row is of another tree, {row.get('tree')}; without --rest, it is run anew")
         ended = sum(row[outcome] for outcome in OUTCOMES) - (NOTHING in row["failures"])
-        taken = {"sample": row["sample"], "seed": row["seed"], "without": tuple(row["without"])}
+        taken = {"sample": row["sample"], "seed": row.get("seed", 0), "without": tuple(row["without"])}
         return replace(self, **taken, after=ended, again=again)
 
 

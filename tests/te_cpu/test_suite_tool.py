@@ -249,6 +249,8 @@ def test_what_is_added_to_a_row(monkeypatch):
         "seed": 1,
     }
     assert te_suite.Limits(0, 20, 8).rest_of(row, "test_x.py", {}).after == 0
+    of_before = {key: value for key, value in row.items() if key != "seed"}  # when there was none but 0
+    assert te_suite.Limits(0, 20, 8, seed=3).rest_of(of_before, "test_x.py", {}).seed == 0
     found = {"passed": 1, "failed": 1, "skipped": 1, "limit": 20, "test_limit": 8, "skips": {"no": 1}, "not_reached": 1}
     row = te_suite.added(
         row, found | {"failures": {"test_one": "1 / 0"}} | {k: row[k] for k in ("tree", "without", "sample", "seed")}
