@@ -1,10 +1,9 @@
 """For every theme: property tests have no deadline, since a busy machine is no counterexample; what takes longest
 begins first."""
 
-import atexit
-import gc
 import importlib
 import os
+import runpy
 import signal
 import sys
 
@@ -15,10 +14,10 @@ from hypothesis import settings
 if os.environ.get("NEMO_FP8_TESTS_AS"):
     importlib.import_module(f"support.as_{os.environ['NEMO_FP8_TESTS_AS']}.sitecustomize")
 
-# For this process, which was there before, and for those that tests start: see tests/sitecustomize.py.
-gc.set_threshold(50_000, 20, 20)
-atexit.register(gc.disable)
-_PATH = [os.path.dirname(__file__), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+# For this process, which was there before, and for those that tests start.
+_HERE = os.path.dirname(__file__)
+runpy.run_path(os.path.join(_HERE, "sitecustomize.py"))
+_PATH = [_HERE, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATH))
 
 settings.register_profile("nemo_fp8", deadline=None)

@@ -16,8 +16,9 @@ import sys
 
 gc.set_threshold(50_000, 20, 20)
 atexit.register(gc.disable)
-_folders = [os.path.abspath(folder) for folder in sys.path]
-_after = _folders[_folders.index(os.path.dirname(os.path.abspath(__file__))) + 1 :]
-_next = importlib.machinery.PathFinder.find_spec("sitecustomize", _after)
-if _next is not None and _next.loader is not None:
-    _next.loader.exec_module(importlib.util.module_from_spec(_next))
+if __name__ == "sitecustomize":  # conftest runs this file as well, in a process that has started already
+    _folders = [os.path.abspath(folder) for folder in sys.path]
+    _after = _folders[_folders.index(os.path.dirname(os.path.abspath(__file__))) + 1 :]
+    _next = importlib.machinery.PathFinder.find_spec("sitecustomize", _after)
+    if _next is not None and _next.loader is not None:
+        _next.loader.exec_module(importlib.util.module_from_spec(_next))

@@ -1,5 +1,6 @@
 """Comparing precisions: the arithmetic on known runs, the page that holds it, and one real comparison from a shell."""
 
+import gc
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from support import ROOT, TESTS
 
 from nemo_fp8 import PrecisionError, preset
+from nemo_fp8.experiments import trial
 from nemo_fp8.experiments.trial import Outcome, Trial, python_for, run_trial
 from nemo_fp8.report.compare import Comparison, Run, run_comparison
 from nemo_fp8.report.compare_page import comparison_page
@@ -117,6 +119,28 @@ def test_the_stack_that_is_asked_for_trains():
 def test_two_precisions_of_one_name_are_refused():
     with pytest.raises(PrecisionError, match="twice"):
         run_comparison("tiny_llama", [BF16, BF16.replace(grad_reduce="compute")])
+
+
+def test_a_rank_looks_for_no_garbage_among_what_its_imports_made(monkeypatch, tmp_path):
+    seen = []
+
+    def look():
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
+
+    def imports(*_):
+        look()
+        return look
+
+    monkeypatch.setattr(trial, "_on_nemo", imports)
+    monkeypatch.setattr(trial.lifetime, "end_with_parent", lambda: None)
+    task = {"recipe": "tiny_llama", "precision": BF16.to_dict(), "folder": str(tmp_path), "out": str(tmp_path / "out")}
+    gc.unfreeze()
+    try:
+        trial.main(task)
+    finally:
+        gc.unfreeze()
+    assert seen == [(False, False), (True, True)]  # while it imports, while it trains
+    assert gc.isenabled()
 
 
 @pytest.mark.train
