@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.preflight.attention import EMULATE_ATTENTION
 from nemo_fp8.preflight.support import TE_ON_CPU
 from nemo_fp8.te_cpu import triton_kernels
 from nemo_fp8_hook import ARCHITECTURES, HOPPER, OFF, VARIABLE
@@ -77,7 +78,7 @@ def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> 
     arch = asked_for(os.environ) if arch is None else arch
     version = _check(arch, versions)
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
-    os.environ.setdefault("NVTE_UnfusedDPA_Emulate_FP8", "1")  # FP8 attention by TE's own rounding: cuDNN has GPUs only
+    os.environ.setdefault(EMULATE_ATTENTION, "1")  # FP8 attention by TE's own rounding: cuDNN has GPUs only
     device.stand_in(arch)
     torch.compiler.set_stance(
         "force_eager"
