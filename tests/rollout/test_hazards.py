@@ -39,8 +39,8 @@ IN_A_PUSH = {
             (
                 f"{WORKER}.sinks",
                 "Staged.write",
-                "    self._copy(route, row, values, _at(self.values[name].data, part_of(route, row, rows)))\n",
-                "    place = _at(self.values[name].data, part_of(route, row, rows))\n"
+                "    self._copy(route, row, values, inside(self.values[name].data, part_of(route, row, rows)))\n",
+                "    place = inside(self.values[name].data, part_of(route, row, rows))\n"
                 "    self.later = [*getattr(self, 'later', ()), (place, values.reshape(place.shape))]\n",
             ),
             (
@@ -65,8 +65,8 @@ BLOCKS = [
     (
         f"{WORKER}.sinks",
         "Blocks._gather",
-        "    _at(self.gathered[m], to[-2:]).copy_(values)\n",
-        "    self.later = [*getattr(self, 'later', ()), (_at(self.gathered[m], to[-2:]), values)]\n",
+        "    inside(self.gathered[m], to[-2:]).copy_(values)\n",
+        "    self.later = [*getattr(self, 'later', ()), (inside(self.gathered[m], to[-2:]), values)]\n",
     ),
     (
         f"{WORKER}.sinks",

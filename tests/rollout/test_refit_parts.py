@@ -1,6 +1,7 @@
 """What a push is made of, without an engine: manifests, chunks, shared memory, fingerprints, the receipt's words."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -17,7 +18,9 @@ from nemo_fp8.rollout.refit import Entry, Manifest, Refit, fingerprint
 from nemo_fp8.rollout.refit.control import refusal
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
 from nemo_fp8.rollout.refit.memory import MOST_MAPPED, Mappings, Opened, Shared, SharedWeights
+from nemo_fp8.rollout.refit.receipt import receipt
 from nemo_fp8.rollout.refit.wire import capacity, cut
+from nemo_fp8.rollout.refit.worker.layouts import Facts
 
 
 def _tensors():
@@ -357,3 +360,38 @@ def test_a_chunk_is_a_whole_number_of_bytes(chunk):
 def test_a_text_that_is_no_url_is_refused_before_a_push(url):
     with pytest.raises(PrecisionError, match=r"Cannot push to(.|\n)*Give http://HOST:PORT"):
         Refit(url)
+
+
+# ---------------------------------------------------------------------- receipts
+
+
+def _written(manifest, *workers):
+    """Return the rows of a receipt of these facts of workers, by the number of the tensor."""
+    answers = [
+        {"facts": {str(i): facts.to_plain() for i, facts in told.items()}, "unwritten": [], "held": 0}
+        for told in workers
+    ]
+    about = {"push": "", "passed_over": (), "bytes": 0, "chunks": 0, "chunk_bytes": 0, "seconds": 1.0}
+    return receipt(manifest, answers, prefix_cache_reset=True, **about).tensors
+
+
+def test_a_receipt_has_the_numbers_of_each_tensor_and_expert():
+    """Of two workers, one of which holds nothing of the second tensor: sums, the largest, and the SNR of the sums."""
+    manifest = Manifest.from_plain([["one", "bfloat16", [2, 2]], ["stack", "bfloat16", [3, 2, 2]]])
+    largest = [3.0, 0.0, math.inf]
+    stack = Facts(experts=3, signal=[1e4, 0.0, 5.0], noise=[1.0, 0.0, 0.0], largest=largest, nonfinite=[0, 0, 2])
+    first = {0: Facts(signal=90.0, noise=0.5, largest=1.0, saturated=2), 1: stack}
+    one, both = _written(manifest, first, {0: Facts(signal=10.0, noise=0.5, largest=2.0, saturated=3)})
+    assert (one.snr_db, one.largest, one.saturated, one.experts) == (pytest.approx(20), 2.0, 5, {})
+    assert both.experts["snr_db"] == [pytest.approx(40), None, math.inf]
+    assert (both.snr_db, both.largest, both.nonfinite) == (pytest.approx(40), math.inf, 2)
+    assert both.experts["largest"] == largest
+    (nothing,) = _written(manifest, {1: Facts(experts=3)})  # counted, as of a tensor that no patch changed
+    assert nothing.experts["saturated"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("numbers", [[1.0, math.nan], [math.nan, 1.0], [math.nan, math.inf]], ids=str)
+def test_the_largest_of_a_receipt_is_no_number_if_one_is_none(numbers):
+    manifest = Manifest.from_plain([["stack", "bfloat16", [2, 2, 2]]])
+    (stack,) = _written(manifest, {0: Facts(experts=2, largest=numbers)})
+    assert math.isnan(stack.largest)

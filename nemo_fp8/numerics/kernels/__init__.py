@@ -215,17 +215,19 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
     return None if device is None else device.amax(x)
 
 
-def sums(x: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+def sums(
+    x: torch.Tensor, into: torch.Tensor | None = None, magnitudes: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Read a matrix once: sum its bytes, as 64-bit words, by row and by column, and copy it ``into`` memory, if given.
 
     Returns the wrapping sums (int64; a row's last word is filled up with zeros) and the largest magnitude of each row
-    of BF16, FP16 or FP32 values in FP32, NaN if one is NaN; None if there is no kernel, and then nothing was copied.
-    Only CPUs have one. ``into`` has the shape and dtype of ``x`` and must not overlap it.
+    of BF16, FP16 or FP32 values in FP32, NaN if one is NaN (zeros without ``magnitudes``); None if there is no kernel,
+    and then nothing was copied. Only CPUs have one. ``into`` has the shape and dtype of ``x`` and must not overlap it.
     """
     if x.device.type != "cpu" or (into is not None and (into.shape != x.shape or into.dtype != x.dtype)):
         return None
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    found = _module("cpu").sums(x, into)
+    found = _module("cpu").sums(x, into, magnitudes)
     return found
 
 

@@ -306,7 +306,9 @@ def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
     return True
 
 
-def sums(x: torch.Tensor, into: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+def sums(
+    x: torch.Tensor, into: torch.Tensor | None, magnitudes: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Sum a matrix's 64-bit words by row and by column as `fp8_sums.c` says, copy it, and find largest magnitudes.
 
     Return both sums and the largest magnitude of each row; None, and copy nothing, where there is no kernel for it.
@@ -317,17 +319,18 @@ def sums(x: torch.Tensor, into: torch.Tensor | None) -> tuple[torch.Tensor, torc
         return None
     height, width = x.shape[0], x.shape[1] * x.itemsize
     rows, columns = torch.empty(height, dtype=torch.int64), torch.zeros(-(-width // 8), dtype=torch.int64)
-    largest = torch.empty(height, dtype=torch.int32)
+    kind = MAGNITUDES.get(x.dtype, 0) if magnitudes else 0
+    largest = torch.empty(height, dtype=torch.int32) if kind else torch.zeros(height)
     job = _SumsJob(
         x=x.data_ptr(), of_rows=rows.data_ptr(), of_columns=columns.data_ptr(), largest=largest.data_ptr(),
-        rows=height, bytes=width, stride=x.stride(0) * x.itemsize, magnitudes=MAGNITUDES.get(x.dtype, 0),
+        rows=height, bytes=width, stride=x.stride(0) * x.itemsize, magnitudes=kind,
         to=None if into is None else into.data_ptr(), to_stride=0 if into is None else into.stride(0) * x.itemsize,
         threads=1 if x.nbytes <= BYTES_FOR_THREADS else threads(x), parallel=parallel(),
     )  # fmt: skip
     if not library.nemo_fp8_sums(ctypes.byref(job)):
         raise MemoryError("no memory for the sums of a matrix's columns")
-    if x.dtype not in MAGNITUDES:
-        return rows, columns, torch.zeros(height)
+    if not kind:
+        return rows, columns, largest
     return rows, columns, largest.view(x.dtype).view(height, -1)[:, 0].float()
 
 
@@ -410,18 +413,18 @@ def threads(matrix: torch.Tensor) -> int:
     return 1 if matrix.numel() < ELEMENTS_FOR_THREADS else torch.get_num_threads()
 
 
-def parallel() -> int | None:
-    """Return the address of torch's ``GOMP_parallel``; None in a forked process, which lacks its threads."""
-    return _gomp_parallel() if os.getpid() == PROCESS else None
-
-
 @functools.cache
-def _gomp_parallel() -> int | None:
-    """Return ``GOMP_parallel`` as torch finds it: in the process, or among torch's own libraries."""
-    for library in (None, torch._C.__file__):
-        with contextlib.suppress(OSError, AttributeError):
-            return ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p).value
+def parallel() -> int | None:
+    """Return the address of ``GOMP_parallel`` as torch finds it: in the process, or among torch's own libraries. None
+    in a forked process, which lacks the threads."""
+    if os.getpid() == PROCESS:
+        for library in (None, torch._C.__file__):
+            with contextlib.suppress(OSError, AttributeError):
+                return ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p).value
     return None
+
+
+os.register_at_fork(after_in_child=parallel.cache_clear)
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,11 @@ from nemo_fp8.errors import PrecisionError
 def check(out: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, source: torch.Tensor) -> None:
     """Raise PrecisionError if memory cannot hold the result, overlaps the source, or overlaps itself."""
     problem = None
-    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != source.device:
+    if out.shape != shape or out.dtype != dtype or out.device != source.device:
         problem = f"is {out.dtype} of shape {tuple(out.shape)} on {out.device}"
     elif out.requires_grad:
         problem = "requires grad"
-    elif out.numel() and source.numel() and _overlap(out, source):
+    elif _overlap(out, source):
         problem = "overlaps its source"
     elif _written_twice(out):
         problem = f"has strides {out.stride()}, so that elements share memory"
@@ -60,15 +60,15 @@ def rows_of(out: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    (a0, a1), (b0, b1) = (_span(t) for t in (a, b))
-    return a0 < b1 and b0 < a1
+    a0, b0 = a.data_ptr(), b.data_ptr()
+    return a0 < b0 + _reach(b) and b0 < a0 + _reach(a) and a.numel() > 0 and b.numel() > 0
 
 
-def _span(t: torch.Tensor) -> tuple[int, int]:
+def _reach(t: torch.Tensor) -> int:
+    """Return how many bytes lie from a tensor's first element to the end of its last one."""
     if t.is_contiguous():
-        return t.data_ptr(), t.data_ptr() + t.nbytes
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
+        return t.nbytes
+    return (sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
 
 
 def _written_twice(t: torch.Tensor) -> bool:

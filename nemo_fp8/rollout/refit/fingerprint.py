@@ -32,13 +32,18 @@ class Fingerprint:
         self._columns: torch.Tensor | None = None
         self._width, self._count = 0, 0
 
-    def add(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Add the next rows; copy them ``into`` memory of their shape and dtype, if given; return the rows' largest
+    def add(self, rows: torch.Tensor) -> None:
+        """Add the next rows. All dimensions but the last count rows; every element of a vector is a row."""
+        matrix = _matrix(rows.detach())
+        of_rows, of_columns, _ = kernels.sums(matrix, magnitudes=False) or _sums(matrix, magnitudes=False)
+        self.add_sums(of_rows, of_columns, matrix.shape[1] * matrix.itemsize)
+
+    def copy(self, rows: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        """Add the next rows, copy them ``into`` memory of their shape and dtype, if given, and return the rows' largest
         magnitudes.
 
-        All dimensions but the last count rows; every element of a vector is a row. The magnitudes are those of BF16,
-        FP16 or FP32 values, in FP32 (NaN if one is), and say nothing of other types. On a CPU one pass over memory
-        does all three.
+        These are those of BF16, FP16 or FP32 values, in FP32 (NaN if one is), and say nothing of other types. On a CPU
+        one pass over memory does all three.
         """
         matrix = _matrix(rows.detach())
         to = None if into is None else _matrix(into)
@@ -52,7 +57,7 @@ class Fingerprint:
 
     def add_sums(self, of_rows: torch.Tensor, of_columns: torch.Tensor, width: int) -> None:
         """Add the next rows, of ``width`` bytes, of which somebody else has made the sums."""
-        self._width, self._count = width, self._count + len(of_rows)
+        self._width, self._count = width, self._count + of_rows.shape[0]
         self._rows.append(of_rows)
         self._columns = of_columns if self._columns is None else self._columns + of_columns
 
@@ -64,20 +69,21 @@ class Fingerprint:
         return self._rows[0], self._columns
 
     def close(self) -> None:
-        """Keep no more of the sums than ``digest`` needs: all rows have come."""
-        self._rows = self._hashed()
+        """Keep no more of the sums than ``digest`` needs: all rows have come. Those that came are overwritten."""
+        if self._is_long():
+            self._rows = [_fewer(self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows))]
 
     def digest(self) -> str:
         """Return sixteen hexadecimal digits. The sums stay on the tensor's device until here."""
         whole = hashlib.blake2b(f"{self._count}x{self._width}".encode(), digest_size=DIGITS // 2)
         if self._columns is not None:
-            whole.update(torch.cat([*self._hashed(), self._columns]).cpu().numpy().data)
+            of_rows = [_fewer(torch.cat(self._rows))] if self._is_long() else self._rows
+            whole.update(torch.cat([*of_rows, self._columns]).cpu().numpy().data)
         return whole.hexdigest()
 
-    def _hashed(self) -> list[torch.Tensor]:
-        """Return the sums of rows as they are hashed: fewer, if they are many and all of them are there."""
-        there = sum(len(of_rows) for of_rows in self._rows)
-        return [_fewer(torch.cat(self._rows))] if there == self._count >= MANY else self._rows
+    def _is_long(self) -> bool:
+        """Return whether there are so many sums of rows that fewer are made of them; ``close`` may have done that."""
+        return self._count >= MANY and sum(of_rows.shape[0] for of_rows in self._rows) == self._count
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,25 +91,29 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
 
 
-def _sums(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sums of rows and of columns, and the largest magnitudes of rows, in torch."""
+def _sums(matrix: torch.Tensor, magnitudes: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what ``kernels.sums`` does, in torch."""
     raw = matrix.contiguous().view(torch.uint8)
     if raw.shape[1] % 8:
         raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8))
     if raw.storage_offset() % 8:
         raw = raw.clone()
     words = raw.view(torch.int64)
-    low, high = torch.aminmax(matrix, dim=1) if matrix.dtype in MAGNITUDES else (words.new_zeros(len(words)),) * 2
-    return words.sum(1), words.sum(0), torch.maximum(-low, high).float()
+    largest = words.new_zeros(len(words)).float()
+    if magnitudes and matrix.dtype in MAGNITUDES:
+        low, high = torch.aminmax(matrix, dim=1)
+        largest = torch.maximum(-low, high).float()
+    return words.sum(1), words.sum(0), largest
 
 
 def _fewer(of_rows: torch.Tensor) -> torch.Tensor:
-    """Add up the sixteenths of some sums. All weights are odd, so that no bit of a row's sum is lost."""
-    parts = torch.nn.functional.pad(of_rows, (0, -len(of_rows) % PARTS)).view(PARTS, -1)
-    total = parts[0].clone()
-    for i in range(1, PARTS):
-        total.add_(parts[i], alpha=2 * i + 1)
-    return total
+    """Add up the sixteenths of some sums, and overwrite these. All weights are odd, so that no bit of a row's sum is
+    lost."""
+    if left := -of_rows.shape[0] % PARTS:
+        of_rows = torch.nn.functional.pad(of_rows, (0, left))
+    parts = of_rows.view(PARTS, -1)
+    weights = torch.arange(1, 2 * PARTS, 2, device=of_rows.device)
+    return parts.mul_(weights[:, None]).sum(0)
 
 
 def fingerprint(*tensors: torch.Tensor) -> str:

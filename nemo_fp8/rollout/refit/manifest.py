@@ -24,6 +24,7 @@ from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError, Problem
 
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SCALES = "_scale_inv"
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: (start, stop) for every dimension."""
@@ -86,7 +87,8 @@ class Entry:
             raise PrecisionError(
                 f"{name} is a nested tensor.", "It has no one shape.", "Push its parts under their own names."
             )
-        return cls(name, _known(name, str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape))
+        dtype = _NAMES.get(tensor.dtype) or _known(name, str(tensor.dtype).removeprefix("torch."))
+        return cls(name, dtype, tuple(tensor.shape))
 
 
 def not_sendable(name: str, tensor: torch.Tensor) -> Problem | None:
@@ -104,7 +106,7 @@ def not_sendable(name: str, tensor: torch.Tensor) -> Problem | None:
             "The engine's weights are dense.",
             "Push tensor.to_dense().",
         )
-    elif hasattr(tensor, "full_tensor"):
+    elif not plain and hasattr(tensor, "full_tensor"):
         what, why, remedy = (
             "a DTensor",
             "This process holds a part of it only.",

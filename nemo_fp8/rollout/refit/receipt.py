@@ -7,11 +7,14 @@ worker fingerprints the part that it holds.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.rollout.refit.fingerprint import together
@@ -260,11 +263,14 @@ def _delta_rows(delta: Delta, sent: int) -> list[tuple[str, str]]:
 
 def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: Any) -> Receipt:
     """Return the receipt made of the workers' answers to ``finish``; ``about`` are its other fields."""
-    written = []
+    told = []
     for i, entry in enumerate(manifest):
-        told = [answer["facts"][str(i)] for answer in answers if str(i) in answer["facts"]]
-        if told:
-            written.append(_written(entry, told))
+        some = [answer["facts"][str(i)] for answer in answers if str(i) in answer["facts"]]
+        if some:
+            told.append((entry, some, _together(some)))
+    signals, noises = ([number for *_, counts in told for number in counts[name]] for name in ("signal", "noise"))
+    snr = iter(_snr_db(signals, noises))  # of all tensors and experts at once
+    written = [_written(*one, [*itertools.islice(snr, len(one[-1]["signal"]))]) for one in told]
     never = {name for answer in answers for name in answer["unwritten"]}
     held = max(answer["held"] for answer in answers)
     return Receipt(
@@ -272,12 +278,28 @@ def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: A
     )
 
 
-def _written(entry: Entry, told: Sequence[Mapping[str, Any]]) -> Written:
-    """Combine the facts of all workers about one tensor."""
-    stacked = max(one["experts"] for one in told)
-    all_ = {key: _together(key, [one[key] for one in told], stacked) for key in (*_SUMMED, "largest")}
-    snr = [*map(_snr_db, all_.pop("signal"), all_.pop("noise"))]
-    experts = all_ | {"snr_db": snr} if stacked else {}
+_SHOWN = ("saturated", "underflow", "nonfinite", "bad_scales")
+_COUNTED = ("signal", "noise", "largest", *_SHOWN)
+
+
+def _together(told: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Combine what workers counted of a tensor: for each expert of a stack, or for the one tensor."""
+    experts, found = max(1, *(one["experts"] for one in told)), {}
+    for name in _COUNTED:
+        rows = [one[name] if isinstance(one[name], list) else [one[name]] * experts for one in told]
+        if len(rows) == 1:  # experts are many, and so is their time
+            (found[name],) = rows
+        else:
+            found[name] = [*map(_largest if name == "largest" else sum, zip(*rows, strict=True))]
+    return found
+
+
+def _written(
+    entry: Entry, told: Sequence[Mapping[str, Any]], counts: Mapping[str, list[Any]], snr: list[float | None]
+) -> Written:
+    """Combine the facts of all workers about one tensor; ``counts`` and ``snr`` have a number for each expert."""
+    stacked = any(one["experts"] for one in told)
+    shown = {name: counts[name] for name in ("largest", *_SHOWN)} | {"snr_db": snr} if stacked else {}
     checks = [one["verified"] for one in told if one["verified"] is not None]
     fingerprints: dict[str, str] = {}
     for one in told:
@@ -288,38 +310,31 @@ def _written(entry: Entry, told: Sequence[Mapping[str, Any]]) -> Written:
         name=entry.name,
         shape=entry.shape,
         kind=told[0]["kind"],
-        largest=_largest(all_["largest"]),
+        largest=_largest(counts["largest"]),
         snr_db=min((one for one in snr if one is not None), default=None),
         aligned=all(one["aligned"] for one in told),
         verified=all(checks) if checks else None,
         fingerprints=fingerprints,
         scales=sum(one["scales"] for one in told),
-        experts=experts,
-        **{key: sum(all_[key]) for key in ("saturated", "underflow", "nonfinite", "bad_scales")},
+        experts=shown,
+        **{name: sum(counts[name]) for name in _SHOWN},
     )
 
 
-_SUMMED = ("signal", "noise", "saturated", "underflow", "nonfinite", "bad_scales")
+def _largest(magnitudes: Sequence[float]) -> float:
+    """Return the largest of some magnitudes; a NaN if one of them is, and so their sum."""
+    return math.nan if math.isnan(sum(magnitudes)) else max(magnitudes)
 
 
-def _together(key: str, told: Sequence[Any], experts: int) -> list[Any]:
-    """Combine what workers counted: for each expert of a stack, or for the one tensor."""
-    rows = [one if isinstance(one, list) else [one] * max(1, experts) for one in told]
-    if len(rows) == 1:
-        return rows[0]  # experts are many, and so is their time
-    columns = zip(*rows, strict=True)
-    return [*map(_largest if key == "largest" else sum, columns)]
-
-
-def _largest(values: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, values)) else max(values)
-
-
-def _snr_db(signal: float, noise: float) -> float | None:
-    if signal == 0 or noise == 0:
-        return None if signal == 0 else math.inf
-    ratio = signal / noise  # 0, or no number, where values came back infinite
-    return 10 * math.log10(ratio) if ratio > 0 else -math.inf
+def _snr_db(signals: Sequence[float], noises: Sequence[float]) -> list[float | None]:
+    """Return the SNR of each tensor, or expert; None where all of it is zero."""
+    signal, noise = np.array(signals), np.array(noises)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = signal / noise  # 0, or no number, where values came back infinite
+        found = np.where(noise == 0, math.inf, np.where(ratio > 0, 10 * np.log10(ratio), -math.inf)).astype(object)
+    found[signal == 0] = None
+    each: list[float | None] = found.tolist()
+    return each
 
 
 def _worst(t: Written) -> str:

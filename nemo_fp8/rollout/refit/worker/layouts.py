@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,14 +136,16 @@ class Facts:
     """Fingerprints by the part of the tensor that this worker holds."""
     counts: torch.Tensor | None = None
     """The counts so far, in FP64: a row for each expert, a column for each of :data:`COUNTED`."""
+    row: int = 0
+    """The first of these rows, once :meth:`Tally.settle` has put those of all tensors one below the other."""
     looked_at: list[tuple[torch.Tensor, str, slice]] = field(default_factory=list)
     """Scales in which :meth:`Tally.settle` looks for bad ones, of all tensors at once: with their kind and experts."""
 
     def count(self, totals: torch.Tensor, at: slice = ONE) -> None:
         """Add what a quantization did to each expert: [experts, TOTALS], of ``Statistics.totals`` or a kernel."""
         rows = self._rows(at, totals.device)
-        rows[:, SUMS] += totals[:, SUMS]
-        rows[:, LARGEST] = torch.maximum(rows[:, LARGEST], totals[:, LARGEST])
+        rows[:, SUMS].add_(totals[:, SUMS])
+        _raise_to(rows[:, LARGEST], totals[:, LARGEST])
 
     def count_scales(self, scales: torch.Tensor, kind: str, at: slice = ONE) -> None:
         """Count scales, and have the bad ones among them counted in the end, as they lie there then.
@@ -151,13 +153,13 @@ class Facts:
         ``kind`` is the operand's (``pow2``, ``fp32`` or ``e4m3``), or ``beneath`` for the scale that is made of a whole
         matrix's amax.
         """
+        self._rows(at, scales.device)
         self.scales += scales.numel()
         self.looked_at.append((scales, kind, at))
 
     def see(self, magnitudes: torch.Tensor, at: slice = ONE) -> None:
         """Note the largest of some magnitudes, such as those of rows."""
-        found, rows = _each(magnitudes, at), self._rows(at, magnitudes.device)
-        rows[:, LARGEST] = torch.maximum(rows[:, LARGEST], found.amax(1))  # of a NaN it is one
+        _raise_to(self._rows(at, magnitudes.device)[:, LARGEST], _each(magnitudes, at).amax(1))
 
     def see_codes(self, largest: torch.Tensor, scales: torch.Tensor, at: slice = ONE) -> None:
         """Note an upper bound for codes that came with scales: the largest code times the largest scale."""
@@ -188,7 +190,10 @@ class Facts:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the facts as plain values, after they were settled: of a stack, a list for each count."""
-        return {name: value for name, value in vars(self).items() if name not in ("counts", "looked_at")}
+        told = vars(self).copy()
+        for name in ("counts", "row", "looked_at"):
+            del told[name]
+        return told
 
 
 _NONFINITE = [*COUNTED].index("nonfinite")
@@ -197,6 +202,11 @@ _NONFINITE = [*COUNTED].index("nonfinite")
 def _each(values: torch.Tensor, at: slice) -> torch.Tensor:
     """Return values as a matrix with one row for each expert of ``at``."""
     return values.reshape(at.stop - at.start, -1)
+
+
+def _raise_to(column: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise the numbers of a column to larger values; what meets a NaN becomes one."""
+    torch.maximum(column, values, out=column)
 
 
 def _is_nan(codes: torch.Tensor) -> torch.Tensor:
@@ -246,44 +256,44 @@ class Tally:
         self.facts[i].see(tensor)
 
     def settle(self) -> None:
-        """Fill in every count as a plain number, with one transfer from each device."""
-        self._look_at_scales()
-        counted = [facts for facts in self.facts.values() if facts.counts is not None]
-        rows = np.concatenate([np.empty((0, len(COUNTED))), *_read([facts.counts for facts in counted])])
-        for (name, kind), numbers in zip(COUNTED.items(), rows.T, strict=True):
-            plain, first = numbers.astype(kind).tolist(), 0
-            for facts in counted:
-                last = first + max(1, facts.experts)
-                setattr(facts, name, plain[first:last] if facts.experts else plain[first])
-                first = last
-        checked = [facts for facts in self.facts.values() if isinstance(facts.verified, torch.Tensor)]
-        for facts, answer in zip(checked, _read([facts.verified for facts in checked]), strict=True):
-            facts.verified = bool(answer)
-
-    def _look_at_scales(self) -> None:
-        """Count the bad scales of all tensors: a few operations for all of one kind."""
-        kinds: dict[Any, list[tuple[Facts, torch.Tensor, slice]]] = defaultdict(list)
-        for facts in self.facts.values():
-            for scales, kind, at in facts.looked_at:
-                kinds[kind, scales.dtype, scales.device].append((facts, scales, at))
-            facts.looked_at.clear()
-        for (kind, _, device), some in kinds.items():
-            experts = [at.stop - at.start for *_, at in some]
-            each = [scales.numel() // n for (_, scales, _), n in zip(some, experts, strict=True) for _ in range(n)]
-            bad = _bad(torch.cat([scales.reshape(-1) for _, scales, _ in some]), kind).double()
-            found = torch.segment_reduce(bad, "sum", lengths=torch.tensor(each, device=device))
-            for (facts, _, at), counted in zip(some, torch.split(found, experts), strict=True):
-                facts._rows(at, device)[:, BAD_SCALES] += counted
+        """Fill in every count and answer as a plain one, with one transfer of each from each device."""
+        for some in _of_each_device(self.facts.values(), "counts"):
+            counts, row = torch.cat([facts.counts for facts in some if facts.counts is not None]), 0
+            for facts in some:
+                facts.row, row = row, row + max(1, facts.experts)
+            _count_bad_scales(counts, some)
+            for (name, kind), numbers in zip(COUNTED.items(), counts.cpu().numpy().T, strict=True):
+                plain = numbers.astype(kind).tolist()
+                for facts in some:
+                    first, experts = facts.row, facts.experts
+                    setattr(facts, name, plain[first : first + experts] if experts else plain[first])
+        for some in _of_each_device(self.facts.values(), "verified"):
+            answers = torch.stack([facts.verified for facts in some if isinstance(facts.verified, torch.Tensor)])
+            for facts, answer in zip(some, answers.tolist(), strict=True):
+                facts.verified = answer
 
 
-def _read(tensors: Sequence[Any]) -> Iterator[NDArray[Any]]:
-    """Yield tensors as arrays, in their order, after one transfer from each device."""
-    devices: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        devices[tensor.device].append(tensor)
-    arrays = {
-        device: iter(torch.split(torch.cat([t.reshape(-1) for t in some]).cpu(), [t.numel() for t in some]))
-        for device, some in devices.items()
-    }
-    for tensor in tensors:
-        yield next(arrays[tensor.device]).view(tensor.shape).numpy()
+def _of_each_device(all_: Iterable[Facts], name: str) -> Iterable[list[Facts]]:
+    """Return the facts in which this is a tensor, those of one device together."""
+    devices: dict[torch.device, list[Facts]] = defaultdict(list)
+    for facts in all_:
+        held = getattr(facts, name)
+        if isinstance(held, torch.Tensor):
+            devices[held.device].append(facts)
+    return devices.values()
+
+
+def _count_bad_scales(counts: torch.Tensor, some: Iterable[Facts]) -> None:
+    """Count the bad scales of tensors of one device: a few operations for all of one kind."""
+    kinds: dict[Any, list[tuple[torch.Tensor, int, int]]] = defaultdict(list)
+    for facts in some:
+        for scales, kind, at in facts.looked_at:
+            kinds[kind, scales.dtype].append((scales.reshape(-1), facts.row + at.start, at.stop - at.start))
+        facts.looked_at.clear()
+    for (kind, _), found in kinds.items():
+        each = np.repeat([one.numel() // n for one, _, n in found], [n for *_, n in found])
+        rows = np.concatenate([np.arange(first, first + n) for _, first, n in found])
+        lengths, into = (torch.from_numpy(numbers).to(counts.device) for numbers in (each, rows))
+        bad = _bad(torch.cat([one for one, *_ in found]), kind).double()
+        bad = torch.segment_reduce(bad, "sum", lengths=lengths)
+        counts[:, BAD_SCALES].index_add_(0, into, bad)

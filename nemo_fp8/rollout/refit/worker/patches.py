@@ -387,7 +387,7 @@ class Patching(Session):
     def _pack(self, changed: set[int]) -> None:
         """Pack again the copies that kernels keep beside weights that changed, and those that others packed."""
         beside = self.plan.packed_beside({route.target for i in changed for route in self._routes(i)})
-        for name, layer in self.plan.packed_beside().items():
+        for name, layer in self.plan.all_packed_beside.items():
             if name in beside or packed(layer) != self.sealed.get(name):
                 pack(layer)
 

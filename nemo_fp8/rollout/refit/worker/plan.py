@@ -142,17 +142,20 @@ class Plan:
         held = getattr(self.layers.get(around), view, None) if view else None
         return {parameter: held} if held is not None else {}
 
-    def packed_beside(self, targets: Iterable[Target] | None = None) -> dict[str, Any]:
-        """Return the layers whose weight is written in place and may have a packed copy that must be packed again, by
-        name.
+    @functools.cached_property
+    def all_packed_beside(self) -> dict[str, Any]:
+        """What is ``packed_beside`` if all targets of the plan were written."""
+        return self.packed_beside(self.to)
 
-        ``targets`` are what was written; all targets of the plan if not given.
+    def packed_beside(self, targets: Iterable[Target]) -> dict[str, Any]:
+        """Return the layers whose weight is among ``targets``, is written in place, and may have a packed copy that
+        must be packed again, by name.
 
         On a CPU vLLM packs a copy of an output head. The weight itself may belong to the embedding that it is tied to.
         """
         unpacked = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
         written = set()
-        for target in self.to if targets is None else targets:
+        for target in targets:
             if self.way(target) == "in place" and target.parameter in _before(self.layers[target.layer]):
                 written.add(id(_live(self.layers[target.layer], target)))
         return {

@@ -60,6 +60,9 @@ class Target:
         """The parameter's full name in vLLM's model."""
         return f"{self.layer}.{self.parameter}" if self.layer else self.parameter
 
+    def __hash__(self) -> int:
+        return hash((self.layer, self.parameter))  # not of all fields: a push asks a few thousand times
+
 
 @dataclass(frozen=True)
 class Route:
@@ -83,6 +86,9 @@ class Route:
     def entries(self) -> tuple[int, ...]:
         """Numbers of all pushed tensors that the values come from."""
         return (self.entry,) if self.made is None else tuple(self.made.inputs)
+
+    def __hash__(self) -> int:
+        return hash((self.entry, self.to))  # as of Target
 
     @property
     def elements(self) -> int:

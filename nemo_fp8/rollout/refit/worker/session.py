@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +34,7 @@ from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, pack, packed
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, count_rows, inside, pack, packed
 
 Answer = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -76,11 +77,17 @@ class Session:
         self.written = False
         """Whether any weight was written. Until then the engine is unchanged."""
         self.staged = [sink for sink in dict.fromkeys(self.sinks.values()) if isinstance(sink, Staged)]
+        self.awaited: dict[int, list[Staged]] = defaultdict(list)
+        """The layers that wait for a tensor, by its number."""
+        for sink in self.staged:
+            for i in sink.awaited:
+                self.awaited[i].append(sink)
         self.waiting: dict[Route, dict[int, torch.Tensor]] = {}
         """Tensors that came of which the loader makes values together with others."""
         self.sealing = False
         """Whether a push of changes may follow, which has to find out what others wrote in between."""
 
+    @torch.no_grad()
     def write(self, memory: Opened, pieces: Any) -> None:
         """Write pieces, each (number of the tensor, first row, rows, offset in ``memory``).
 
@@ -96,7 +103,7 @@ class Session:
 
     def _checked(self, piece: Any) -> tuple[int, int, int, int]:
         """Return a piece that came from outside; raise PrecisionError if it does not fit the manifest."""
-        if not isinstance(piece, (list, tuple)) or len(piece) != 4 or not all(type(n) is int for n in piece):
+        if not isinstance(piece, (list, tuple)) or [*map(type, piece)] != [int] * 4:
             raise bad_piece(piece, "It is no four whole numbers")
         i, row, rows, offset = piece
         if not 0 <= i < len(self.rows):
@@ -109,11 +116,11 @@ class Session:
             raise bad_piece(piece, f"{entry.name} cannot be cut there")
         return i, row, rows, offset
 
-    @torch.no_grad()
     def write_rows(self, i: int, row: int, tensor: torch.Tensor) -> None:
         """Write rows [row, row+n) of tensor ``i`` to every local parameter that holds a part of them."""
         self.written = True
-        self.rows[i] += len(tensor) if tensor.dim() else 1
+        rows = count_rows(tensor)
+        self.rows[i] += rows
         for route in self.plan.routes.by_entry.get(i, ()):
             sink = self.sinks[route.target]
             if route.made is not None:
@@ -125,17 +132,15 @@ class Session:
                 sink.write(route, 0, tensor)
             else:  # of rows 128:256, say, that come as 0:192 and 192:384: first 128:192 and then 192:256
                 (start, stop), *rest = route.source
-                first, last = max(start, row), min(stop, row + tensor.shape[0])
+                first, last = max(start, row), min(stop, row + rows)
                 if first < last:
-                    box = ((first - row, last - row), *rest)
-                    sink.write(route, first - start, tensor[tuple(slice(*one) for one in box)])
+                    sink.write(route, first - start, inside(tensor, ((first - row, last - row), *rest)))
         if i in self.plan.scales:
             self._write_scales(i, tensor)
         if self.rows[i] == self.plan.manifest[i].rows:
             # Only now, even if this worker's part came earlier: all workers must process a layer at the same time.
-            for staged in self.staged:
-                if i in staged.awaited:
-                    staged.complete(i)
+            for staged in self.awaited.get(i, ()):
+                staged.complete(i)
 
     def _make(self, route: Route, i: int, tensor: torch.Tensor) -> None:
         """Take tensor ``i``, of which the loader makes values, and write these once all tensors for them have come."""
@@ -184,7 +189,7 @@ class Session:
         sinks = list(dict.fromkeys(self.sinks.values()))
         for sink in sinks:
             sink.finish()
-        for layer in self.plan.packed_beside().values():
+        for layer in self.plan.all_packed_beside.values():
             pack(layer)
         if self.verify:
             for sink in sinks:
@@ -195,7 +200,7 @@ class Session:
         """Return the seal of every layer whose memory, or packed copy, cannot be read, by vLLM's name of the layer."""
         layers = {sink: target.layer for target, sink in self.sinks.items()}
         seals = {layer: seal for sink, layer in layers.items() if (seal := sink.seal()) is not None}
-        return seals | {name: packed(layer) for name, layer in self.plan.packed_beside().items()}
+        return seals | {name: packed(layer) for name, layer in self.plan.all_packed_beside.items()}
 
     @property
     def way_back(self) -> str:

@@ -121,8 +121,8 @@ class Sink:
             place.copy_(values.reshape(place.shape))
         elif into.dim() == 2 and into.stride(0) == 1 and kernels.turn(values, into.t()):
             into = None  # the kernel has put them there; to write columns row by row takes many times as long
-        magnitudes = self.prints[route].add(values, into)
-        self.facts[route.entry].see(magnitudes, self._experts(route, row, len(values) if values.dim() else 1))
+        magnitudes = self.prints[route].copy(values, into)
+        self.facts[route.entry].see(magnitudes, self._experts(route, row, count_rows(values)))
 
     def _experts(self, route: Route, row: int, rows: int) -> slice:
         """Return which experts of a stack rows [row, row+rows) of a route's source are; ``ONE`` if it is no stack."""
@@ -152,19 +152,21 @@ class InPlace(Sink):
         self.constants, self.manifest = list(constants), manifest
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
-        self._copy(route, row, values, _at(self.live, part_of(route, row, len(values) if values.dim() else 1)))
+        self._copy(route, row, values, inside(self.live, part_of(route, row, count_rows(values))))
 
     def finish(self) -> None:
         for box, value in self.constants:
-            _at(self.live, box).fill_(value)
+            inside(self.live, box).fill_(value)
         for route, print_ in self.prints.items():
-            self.facts[route.entry].count_nonfinite(_at(self.live, route.to), self._experts(route, 0, rows_of(route)))
+            self.facts[route.entry].count_nonfinite(
+                inside(self.live, route.to), self._experts(route, 0, rows_of(route))
+            )
             self._tell(route, word(self.live.dtype), print_.digest())
 
     def read(self, route: Route) -> str:
         sizes = route.view[0] if route.source is None else [stop - start for start, stop in route.source]
         dtype = self.manifest[route.entry].torch_dtype if route.made is None else route.target.dtype
-        return fingerprint(_narrowed(_at(self.live, route.to).reshape(sizes), dtype))
+        return fingerprint(_narrowed(inside(self.live, route.to).reshape(sizes), dtype))
 
 
 class Blocks(Sink):
@@ -238,14 +240,15 @@ class Blocks(Sink):
         return all(stop % side == 0 or stop == n for (_, stop), n, side in ends)
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
-        to = part_of(route, row, len(values))
+        rows = values.shape[0]
+        to = part_of(route, row, rows)
         matrices = range(*to[0]) if len(to) == 3 else range(1)
         (start, stop), (left, right) = to[-2:]
         stack = values.reshape(len(matrices), stop - start, right - left)
-        at = self._experts(route, row, len(values))
+        at = self._experts(route, row, rows)
         if values.dtype != self.codes.dtype and not self.straddling:
             self._quantize(route, matrices, start, stack, at)
-            if row + len(values) == rows_of(route):
+            if row + rows == rows_of(route):
                 self.prints[route].close()  # the sums of the next tensor have its memory
             return
         for m, matrix in zip(matrices, stack, strict=True):
@@ -294,13 +297,14 @@ class Blocks(Sink):
         step = max(ROWS, STRIP // wide // ROWS * ROWS)
         if len(matrices) > 1:
             step = max(rows, step // rows * rows)  # whole experts
-        for first in range(0, len(flat), step):
+        for first in range(0, flat.shape[0], step):
             strip, above = flat[first : first + step], first // self.high
-            into = scales[above : above + -(-len(strip) // self.high)]
+            high = strip.shape[0]
+            into = scales[above : above + -(-high // self.high)]
             there = at
             if len(matrices) > 1 and at != ONE:
-                there = slice(at.start + first // rows, at.start + (first + len(strip)) // rows)
-            made = codes[first : first + step] if self.layout.plain else self._scratch(len(strip))
+                there = slice(at.start + first // rows, at.start + (first + high) // rows)
+            made = codes[first : first + step] if self.layout.plain else self._scratch(high)
             self._cast(strip, made, into, route, there)
             if not self.layout.plain:
                 self.layout.store(codes, (row if len(matrices) == 1 else 0) + first, made)
@@ -381,7 +385,7 @@ class Blocks(Sink):
         if m not in self.gathered:
             self.gathered[m] = torch.zeros(self.matrix, dtype=values.dtype, device=values.device)
             self.tally.hold(self.gathered[m].nbytes)
-        _at(self.gathered[m], to[-2:]).copy_(values)
+        inside(self.gathered[m], to[-2:]).copy_(values)
         self.awaited[m] -= values.numel()
         if self.awaited[m] == 0:
             whole = self.gathered.pop(m)
@@ -391,7 +395,7 @@ class Blocks(Sink):
             self._cast_for(whole, codes, self.scales[m], [(route, self._expert(route, m)) for route in routes])
             self.layout.store(self.codes[m], 0, codes)
             for route in routes:
-                self.prints[route].add(_at(codes, route.to[-2:]))
+                self.prints[route].add(inside(codes, route.to[-2:]))
 
     def _expert(self, route: Route, m: int) -> slice:
         """Return which expert of a route's tensor matrix ``m`` is; ``ONE`` if it is no stack."""
@@ -515,8 +519,8 @@ class Staged(Sink):
         name = route.target.parameter
         if name not in self.values:
             self.values[name] = self._empty(name)
-        rows = len(values) if values.dim() else 1
-        self._copy(route, row, values, _at(self.values[name].data, part_of(route, row, rows)))
+        rows = count_rows(values)
+        self._copy(route, row, values, inside(self.values[name].data, part_of(route, row, rows)))
 
     def complete(self, entry: int) -> None:
         """Note that all rows of a tensor have come; process the layer if it was the last one.
@@ -528,16 +532,17 @@ class Staged(Sink):
         if not self.awaited and self.values:
             size = sum(value.nbytes for value in self.values.values())
             for route in self.prints:
-                held = _at(self.values[route.target.parameter].data, route.to)
+                held = inside(self.values[route.target.parameter].data, route.to)
                 self.facts[route.entry].count_nonfinite(held, self._experts(route, 0, rows_of(route)))
             self._process()
             self.tally.hold(-size)
 
     def _empty(self, name: str) -> torch.Tensor:
         """Return memory for a parameter as it is before loading: with its shape, type and loader."""
-        before, _ = get_layerwise_info(self.layer).restore_metadata
-        with get_layerwise_info(self.layer).restore_device:
-            made: torch.Tensor = materialize_meta_tensor(before_loading(before[name], self.layer))
+        info = get_layerwise_info(self.layer)
+        like = before_loading(info.restore_metadata[0][name], self.layer)
+        with info.restore_device:
+            made: torch.Tensor = materialize_meta_tensor(like)
         if name == "weight" and _packs_columns(self.layer, made):
             made.data = self.room.take(made.data.new_empty(made.shape[::-1])).t()
         else:
@@ -553,7 +558,7 @@ class Staged(Sink):
         layer, method = self.layer, self.layer.quant_method
         for target, filled in self.constants:
             for box, value in filled:
-                _at(self.values[target.parameter].data, box).fill_(value)
+                inside(self.values[target.parameter].data, box).fill_(value)
         live, loaded = dict(layer._parameters), {name: value.data for name, value in self.values.items()}
         kernel = {name: getattr(method, name) for name in COVERED if hasattr(method, name)}
         try:
@@ -604,9 +609,17 @@ def _packs_columns(layer: Any, weight: torch.Tensor) -> bool:
 # ---------------------------------------------------------------------- boxes
 
 
-def _at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the view of a tensor that a box describes."""
-    return tensor[tuple(slice(*one) for one in box)]
+def inside(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the view of a tensor that a box describes; the tensor itself if that is all of it."""
+    for (start, stop), n in zip(box, tensor.shape, strict=True):
+        if start or stop != n:
+            return tensor[tuple(slice(*one) for one in box)]
+    return tensor
+
+
+def count_rows(tensor: torch.Tensor) -> int:
+    """Return the number of rows of a tensor; a scalar has one. (To ask ``len`` takes as long as a small copy.)"""
+    return tensor.shape[0] if tensor.shape else 1
 
 
 def _viewed(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:

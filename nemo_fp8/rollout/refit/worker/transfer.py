@@ -89,6 +89,7 @@ class Receiver:
                     "Push every tensor of the model, once, in the engine's dtype.",
                 )
 
+    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write whole tensors. None of them is kept, so the backend may use its buffer again.
 
