@@ -23,8 +23,10 @@ def register() -> None:
     wrong = compatibility.misfits()
     register_quantization_config(PLUGIN)(_refusing(compatibility.error_of(wrong)) if wrong else _config())
     if not wrong:
+        from nemo_fp8.rollout.engine import compiled
         from nemo_fp8.rollout.refit.worker import transfer
 
+        compiled.register()
         transfer.register()
         if not compatibility.misfits(compatibility.FOUR_BITS):
             from nemo_fp8.rollout.engine import cpu_kernels

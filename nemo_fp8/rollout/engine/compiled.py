@@ -1,0 +1,25 @@
+"""Keep what torch compiled for one CPU from another.
+
+Inductor writes C++ for the vectors of the CPU on which it runs, and its cache does not ask for which it was written: an
+engine that starts with AVX-512 after one that was kept to AVX2 (``ATEN_CPU_CAPABILITY=avx2``), or beside a machine that
+has no more and shares the home folder, takes that source, compiles it with vectors twice as wide, and writes past the
+ends of tensors ("free(): invalid next size"). docs/upstream/torch_compile_cache.md shows it without vLLM.
+
+Inductor's setting ``cpp.simdlen``, the bits of a vector, is part of the cache's key. With those bits that this CPU has
+torch picks what it picks by itself. The trade-off: what was compiled before this was set is not found again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor import config
+from vllm.platforms import current_platform
+
+BITS = {"AVX2": 256, "AVX512": 512}
+"""The bits of a vector, by torch's name of what the CPU can do. Source for any other has no such vectors."""
+
+
+def register() -> None:
+    """Name the width of this CPU's vectors to Inductor, unless somebody has named one."""
+    if current_platform.is_cpu() and config.cpp.simdlen is None:
+        config.cpp.simdlen = BITS.get(torch.backends.cpu.get_cpu_capability())
