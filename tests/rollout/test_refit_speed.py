@@ -417,26 +417,27 @@ def test_a_part_of_every_expert_is_written_as_one(scale, monkeypatch):
 
 @pytest.mark.long
 def test_128_experts_in_48_layers_cost_at_most_twice_as_much_as_a_dense_model(tmp_path):
-    """By the byte, in processor time of one thread, which other processes disturb less than the clock on the wall."""
+    """By the byte, in processor time of one thread, which other processes disturb less than the clock on the wall, in
+    turns."""
     from support.rollout import models
 
     from benchmarks import refit as benchmark
 
-    took = {}
+    engines, took = {}, {"dense": [], "experts": []}
     for name, kind, shape in (("dense", "qwen3", benchmark.AS_MANY), ("experts", "qwen3_moe", benchmark.EXPERTS)):
         path = models.write(tmp_path / name, kind, 0, **shape)
-        weights = SharedWeights(stacked(weights_of(path)))
-        worker = Worker(build(path, {"load_format": "dummy"}))
-        refit, threads, times = Refit(worker), torch.get_num_threads(), []
-        torch.set_num_threads(1)
-        try:
-            for _ in range(5):
+        engines[name] = Refit(Worker(build(path, {"load_format": "dummy"}))), SharedWeights(stacked(weights_of(path)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(10):
+            for name, (refit, weights) in engines.items():
                 start = time.process_time()
                 receipt = refit.push(weights)
-                times.append(time.process_time() - start)
-        finally:
-            torch.set_num_threads(threads)
-        took[name] = min(times[1:]) / receipt.bytes
+                took[name].append((time.process_time() - start) / receipt.bytes)
+    finally:
+        torch.set_num_threads(threads)
+    took = {name: min(times[1:]) for name, times in took.items()}
     assert took["experts"] < 2 * took["dense"], took
 
 
