@@ -20,31 +20,38 @@ wide = pytest.mark.skipif(
 )
 
 
-def _avx2_and_then_avx512(before, cache):
-    """Run the report's script kept to AVX2, and as this CPU can, with one cache; return the second run."""
+AVX2, AVX512 = {"ATEN_CPU_CAPABILITY": "avx2"}, {}
+ORDERS = pytest.mark.parametrize("order", [(AVX2, AVX512), (AVX512, AVX2)], ids=["wider", "narrower"])
+
+
+def _second(before, order, cache):
+    """Run the report's script twice with one cache, kept to AVX2 or as this CPU can; return the second run."""
     (script,) = re.findall(r"^```python rollout\n(.*?)^```", REPORT.read_text(), re.M | re.S)
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    for kept in ({"ATEN_CPU_CAPABILITY": "avx2"}, {}):
-        done = subprocess.run(
-            [sys.executable, "-c", before + script], env=environment | kept, capture_output=True, text=True
+    runs = []
+    for kept in order:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | kept
+        runs.append(
+            subprocess.run([sys.executable, "-c", before + script], env=environment, capture_output=True, text=True)
         )
-        assert not kept or done.returncode == 0, done.stderr
-    return done
+    assert runs[0].stdout.endswith(" 0 right\n"), runs[0].stderr
+    return runs[1]
 
 
 @wide
 @pytest.mark.long
-def test_an_engine_does_not_take_code_for_narrower_vectors(tmp_path):
-    done = _avx2_and_then_avx512(OURS, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-2:] == ["AVX512", "0"]
+@ORDERS
+def test_a_process_does_not_take_code_for_vectors_of_another_width(tmp_path, order):
+    done = _second(OURS, order, tmp_path)
+    assert done.stdout.endswith(" 0 right\n"), done.stderr
 
 
 @wide
 @pytest.mark.long
-def test_the_report_on_compiled_code_says_what_is_so(tmp_path):
+@ORDERS
+def test_the_report_on_compiled_code_says_what_is_so(tmp_path, order):
     """Drop it, and nemo_fp8.rollout.engine.compiled, when torch has mended it."""
-    assert _avx2_and_then_avx512("", tmp_path).returncode < 0
+    done = _second("", order, tmp_path)
+    assert done.stdout == "AVX2 1 WRONG\n" if order[1] is AVX2 else done.returncode < 0
 
 
 @pytest.mark.parametrize(("capability", "bits"), [("AVX2", 256), ("AVX512", 512), ("DEFAULT", None)])

@@ -1,9 +1,10 @@
 """Keep what torch compiled for one CPU from another.
 
-Inductor writes C++ for the vectors of the CPU on which it runs, and its cache does not ask for which it was written: an
-engine that starts with AVX-512 after one that was kept to AVX2 (``ATEN_CPU_CAPABILITY=avx2``), or beside a machine that
-has no more and shares the home folder, takes that source, compiles it with vectors twice as wide, and writes past the
-ends of tensors ("free(): invalid next size"). docs/upstream/torch_compile_cache.md shows it without vLLM.
+Inductor writes C++ for the vectors of the CPU on which it runs, and its cache does not ask for which it was written. It
+takes a run that is kept to AVX2 (``ATEN_CPU_CAPABILITY=avx2``), or a home folder that two kinds of machines share: then
+an engine with AVX2 compiles source for AVX-512 with vectors of half the width, leaves out every second half, and
+computes other numbers without a word; and one with AVX-512 writes past the ends of tensors, and dies of it as it
+starts ("free(): invalid next size"). docs/upstream/torch_compile_cache.md shows both without vLLM.
 
 Inductor's setting ``cpp.simdlen``, the bits of a vector, is part of the cache's key. With those bits that this CPU has
 torch picks what it picks by itself. The trade-off: what was compiled before this was set is not found again.
