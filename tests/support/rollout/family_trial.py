@@ -5,6 +5,7 @@ in_memory     vLLM's model in this process: started, pushed into with its tensor
 in_engines    two engines that start from two checkpoints; the first is pushed the second's weights, and its own back
 """
 
+import gc
 import json
 import random
 import re
@@ -103,6 +104,7 @@ def computed(receipt):
 
 def in_engines(root, family):
     """Whether an engine that was pushed to answers bit by bit as one that was started from the same weights."""
+    gc.collect()  # an engine that did not start ends vLLM's process groups, ours too, when it is collected
     old, new = folders(root, family)
     fresh = _answers(new)[0]
     started, pushed, back = _answers(old, weights_of(new), weights_of(old))
