@@ -2,8 +2,9 @@
 
 The main process, EngineCore and every worker of every executor load plugins before they build anything, so the
 quantization method ``nemo_fp8`` is known wherever a model is, and on a CPU kernels for checkpoints of ModelOpt's.
-Nothing is patched: vLLM has a registry of methods, and one of kernels. If
-vLLM's internals are not what we know, vLLM works as without us, and an engine that asks for ``nemo_fp8`` gets an error.
+Nothing is patched: vLLM has a registry of methods, and one of kernels. One setting of torch is made, on a CPU with AVX2
+or AVX-512, without which compiled code of one reaches the other (:mod:`nemo_fp8.rollout.engine.compiled`). If vLLM's
+internals are not what we know, vLLM works as without us, and an engine that asks for ``nemo_fp8`` gets an error.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from torch._inductor import config
 from vllm.platforms import current_platform
 
 BITS = {"AVX2": 256, "AVX512": 512}
-"""The bits of a vector, by torch's name of what the CPU can do. Source for any other has no such vectors."""
+"""The bits of a vector, by torch's name of what an x86 CPU can do. For any other nothing is named, and torch's key is
+as it was: nobody has tried this with an ARM CPU's vectors of two widths."""
 
 
 def register() -> None:

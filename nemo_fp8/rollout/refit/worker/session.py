@@ -117,7 +117,10 @@ class Session:
         return i, row, rows, offset
 
     def write_rows(self, i: int, row: int, tensor: torch.Tensor) -> None:
-        """Write rows [row, row+n) of tensor ``i`` to every local parameter that holds a part of them."""
+        """Write rows [row, row+n) of tensor ``i`` to every local parameter that holds a part of them.
+
+        The caller has gradients off, once for all of its pieces.
+        """
         self.written = True
         rows = count_rows(tensor)
         self.rows[i] += rows
