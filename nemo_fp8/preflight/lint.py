@@ -174,7 +174,7 @@ def _overruled(p: Precision, model: Model | None) -> Iterator[Problem]:
     """Yield the rules that decide nothing: of a model's linears, or of any model's."""
     every = None
     if model is not None:
-        every = [all_names((f"decoder.layers.{n}.{linear.name}",), linear.experts) for n, linear in model.all_linears()]
+        every = (all_names((f"decoder.layers.{n}.{linear.name}",), linear.experts) for n, linear in model.all_linears())
     for pattern, recipe, before in overruled(p, every):
         yield finding("rule-overruled", "modules", pattern=pattern, recipe=recipe, before=", ".join(before))
 
