@@ -56,34 +56,37 @@ def test_a_tensor_that_was_not_announced_is_refused():
             list(cut([(name, tensor)], manifest, lambda: torch.zeros(10**6, dtype=torch.uint8)))
 
 
+CPU = torch.device("cpu")
+
+
 def test_layers_are_gathered_where_earlier_ones_were_that_nobody_refers_to():
     """Memory that a layer's method kept is not used again; a layer that fits nowhere has new memory, and small memory
     is let go of."""
-    from nemo_fp8.rollout.refit.worker.sinks import StagingMemory
+    from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 
     room, wide = StagingMemory(), torch.empty(64, 32, dtype=torch.bfloat16)
-    first = room.take(wide)
+    first = room.take(wide, CPU)
     assert (first.shape, first.stride(), first.dtype) == (wide.shape, wide.stride(), wide.dtype)
     place, kept = first.data_ptr(), first[3]
     del first
-    assert room.take(wide).data_ptr() != place  # `kept` refers to it
+    assert room.take(wide, CPU).data_ptr() != place  # `kept` refers to it
     assert len(room.kept) == 2
     del kept
-    assert room.take(wide.float().t()).data_ptr() != place  # twice as large
+    assert room.take(wide.float().t(), CPU).data_ptr() != place  # twice as large
     assert len(room.kept) == 1
     place = room.kept[0].data_ptr()
-    small, other = room.take(torch.empty(3, 5)), room.take(torch.empty(()))
+    small, other = room.take(torch.empty(3, 5), CPU), room.take(torch.empty(()), CPU)
     assert small.data_ptr() == place != other.data_ptr()
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="Linux here has no huge pages.")
 def test_layers_are_gathered_in_huge_pages():
     """What Linux is asked for stands in its list of the process's memory, for each mapping."""
-    from nemo_fp8.rollout.refit.worker.sinks import StagingMemory
+    from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 
     like = torch.arange(2.0**22).view(2048, 2048)
     assert "hg" not in _flags_of(like)
-    gathered = StagingMemory().take(like)
+    gathered = StagingMemory().take(like, CPU)
     assert "hg" in _flags_of(gathered)
     gathered[:] = like
     assert torch.equal(gathered, like)

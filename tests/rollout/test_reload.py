@@ -2,7 +2,9 @@
 again."""
 
 import gc
+import platform
 import random
+import resource
 import threading
 import time
 import traceback
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.rollout import models
 from support.rollout.in_process import Worker, build, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,6 +133,29 @@ def test_what_onednn_packs_lies_by_columns(checkpoint, here, monkeypatch):
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", packing)
     push(model, weights_of(checkpoint("llama_tied", 1)))
     assert seen == [True] * 4  # one layer's qkv, o, gate and up, down
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="Another C library decides by itself what it keeps.")
+def test_a_weight_is_packed_where_the_old_copy_was(tmp_path, here, monkeypatch):
+    """And not in fresh pages. Each page that is touched for the first time is a fault, which Linux counts."""
+    if not here.packs_bf16:
+        pytest.skip("A CPU without AVX-512 multiplies by the weight itself.")
+    paths = [models.write(tmp_path / str(i), "qwen3", i, hidden=1024, layers=1, intermediate=12288) for i in (0, 1)]
+    model, tensors = build(paths[0], quantized=False), [weights_of(path) for path in paths]
+    largest = 2 * 12288 * 1024 * 2  # gate and up, which glibc would map and return each time
+
+    def faults(pushes):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for i in range(pushes):
+            assert push(model, tensors[i % 2]).plan.largest_packed == largest
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / pushes
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nemo_fp8.rollout.refit.worker.session.keep_freed", lambda largest: None)
+        faults(2)
+        fresh = faults(4)
+    faults(2)
+    assert faults(4) < fresh - 0.5 * largest / resource.getpagesize()
 
 
 def test_what_waits_beside_the_model_is_counted(checkpoint, qwen3):

@@ -108,7 +108,6 @@ INTERNALS = (
     Internal(f"{_RELOAD}.layerwise", "_get_original_loader", ("tensor",)),
     Internal(f"{_RELOAD}.layerwise", "LAYERWISE_INFO"),
     Internal(f"{_RELOAD}.meta", "SKIP_TENSORS"),
-    Internal(f"{_RELOAD}.meta", "materialize_meta_tensor", ("meta_tensor",)),
     Internal(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),
     Internal(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
     Internal(f"{_LAYERS}.attention", "is_deferred_attention_layer"),

@@ -24,8 +24,9 @@ from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Tally
+from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
-from nemo_fp8.rollout.refit.worker.sinks import Staged, StagingMemory, name_of, part_of, rows_of
+from nemo_fp8.rollout.refit.worker.sinks import Staged, name_of, part_of, rows_of
 
 KIND = "nvfp4"
 

@@ -26,8 +26,9 @@ from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import SCALES, Entry, Manifest
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
+from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Sink, Staged, StagingMemory
+from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Sink, Staged
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
 WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -146,6 +147,17 @@ class Plan:
     def all_packed_beside(self) -> dict[str, Any]:
         """What is ``packed_beside`` if all targets of the plan were written."""
         return self.packed_beside(self.to)
+
+    @functools.cached_property
+    def largest_packed(self) -> int:
+        """The bytes of the largest weight that is packed anew for a kernel of a CPU; 0 if there is none."""
+        if not next(self.model.parameters()).is_cpu:
+            return 0
+        staged = [t for t in self.to if self.way(t) == "staged"]
+        beside = [p for layer in self.all_packed_beside.values() for p in layer._parameters.values() if p is not None]
+        return max(
+            [torch.Size(t.shape).numel() * t.dtype.itemsize for t in staged] + [p.nbytes for p in beside], default=0
+        )
 
     def packed_beside(self, targets: Iterable[Target]) -> dict[str, Any]:
         """Return the layers whose weight is among ``targets``, is written in place, and may have a packed copy that

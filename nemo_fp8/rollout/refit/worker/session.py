@@ -32,9 +32,10 @@ from nemo_fp8.rollout.refit.manifest import SCALES, Box, Manifest
 from nemo_fp8.rollout.refit.memory import Mappings, Opened
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
 from nemo_fp8.rollout.refit.worker.layouts import Tally
+from nemo_fp8.rollout.refit.worker.packing import keep_freed, pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, count_rows, inside, pack, packed
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, count_rows, inside
 
 Answer = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Session:
         for i, experts in plan.stacks.items():
             self.tally.facts[i].experts = experts
         self.sinks = plan.sinks(self.tally, verify)
+        keep_freed(plan.largest_packed)
         self.rows = [0] * len(plan.manifest)
         """How many rows of each tensor have come."""
         self.written = False

@@ -14,19 +14,13 @@ as oneDNN does with BF16 on a CPU.
 from __future__ import annotations
 
 import math
-import mmap
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.contract.operands import BLOCK
@@ -37,45 +31,10 @@ from nemo_fp8.numerics.quantize import STRIP, quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import Box, Manifest
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Layout, Tally
+from nemo_fp8.rollout.refit.worker.packing import StagingMemory, packed, packs_columns, release
 from nemo_fp8.rollout.refit.worker.routes import Route, Target, before_loading
 
 ROWS = BLOCK  # a strip has a multiple of so many rows, hence whole blocks, and whole groups of every layout
-
-
-class StagingMemory:
-    """The memory in which staged layers are gathered, one after the other.
-
-    The operating system has to find and clear every page of fresh memory, which takes longer than the copy into it. So
-    a layer is gathered where an earlier one was, once nobody refers to that one any longer; and the first one comes
-    into huge pages, where Linux has them for who asks: one to be found instead of 512.
-    """
-
-    def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
-
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the shape, strides, type and device of ``like``; what lies there is anything."""
-        idle = [flat for flat in self.kept if torch._C._storage_Use_Count(flat.untyped_storage()._cdata) == _NOBODY]
-        fitting = [flat for flat in idle if flat.device == like.device and flat.nbytes >= like.nbytes]
-        if not fitting:
-            self.kept = [flat for flat in self.kept if not any(flat is other for other in idle)]
-            self.kept += (fitting := [_fresh(like.nbytes, like.device)])
-        flat = min(fitting, key=lambda flat: flat.nbytes)
-        return flat[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
-
-
-_NOBODY = 2
-"""References to a storage to which only its tensor in ``StagingMemory`` refers, and the object that asks."""
-
-
-def _fresh(size: int, device: torch.device) -> torch.Tensor:
-    """Return so many bytes of new memory; on a CPU in huge pages, if the operating system has them."""
-    if device.type != "cpu" or not size or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel that was built without them
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class Sink:
@@ -541,12 +500,11 @@ class Staged(Sink):
         """Return memory for a parameter as it is before loading: with its shape, type and loader."""
         info = get_layerwise_info(self.layer)
         like = before_loading(info.restore_metadata[0][name], self.layer)
-        with info.restore_device:
-            made: torch.Tensor = materialize_meta_tensor(like)
-        if name == "weight" and _packs_columns(self.layer, made):
-            made.data = self.room.take(made.data.new_empty(made.shape[::-1])).t()
+        if name == "weight" and packs_columns(self.layer, like, info.restore_device):
+            made = self.room.take(like.data.new_empty(like.shape[::-1]), info.restore_device).t()
         else:
-            made.data = self.room.take(made)
+            made = self.room.take(like.data, info.restore_device)
+        made.__class__, made.__dict__ = like.__class__, vars(like).copy()
         self.tally.hold(made.nbytes)
         return made
 
@@ -594,16 +552,6 @@ class Staged(Sink):
         """Return the layer's memory as fingerprints, and which function multiplies."""
         held = {name: one for name, one in self.layer._parameters.items() if one is not None and one.numel()}
         return {name: fingerprint(one) for name, one in held.items()}, packed(self.layer)
-
-
-def _packs_columns(layer: Any, weight: torch.Tensor) -> bool:
-    """Return whether a weight is packed sooner if its columns lie in one piece each.
-
-    oneDNN packs the weight of a product [inputs, outputs], and takes five times as long for one that lies [outputs,
-    inputs]. It packs the same. Experts, and what an AMX kernel packs, are taken by rows only.
-    """
-    plain = isinstance(layer.quant_method, UnquantizedLinearMethod) and weight.is_cpu and weight.dim() == 2
-    return plain and weight.itemsize == 2 and not check_cpu_sgl_kernel(*weight.shape, weight.dtype)
 
 
 # ---------------------------------------------------------------------- boxes
@@ -678,25 +626,3 @@ def _narrowed(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     narrow = held.to(dtype)
     exact = narrow.dtype == held.dtype or bool(((narrow.to(held.dtype) == held) | held.isnan()).all())
     return narrow if exact else held
-
-
-def packed(layer: Any) -> Any:
-    """Return which function multiplies with the copy of a weight that a CPU kernel packed; None if there is none.
-
-    vLLM makes that function anew for every weight that it packs, and oneDNN shows what it packed to nobody. The
-    reference is weak, so that no old copy is kept; that to a function which is gone equals no other.
-    """
-    multiplies = vars(layer).get("cpu_linear")
-    return multiplies and weakref.ref(multiplies)
-
-
-def pack(layer: Any) -> None:
-    """Pack the copy of a weight again, from the weight as it is now."""
-    release(layer)
-    layer.quant_method.process_weights_after_loading(layer)
-
-
-def release(layer: Any) -> None:
-    """Free the copy of a weight that a CPU kernel packed, so that two copies never exist at once."""
-    if "cpu_linear" in vars(layer) and isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
-        layer.cpu_linear = None
