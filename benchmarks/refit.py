@@ -209,12 +209,13 @@ def measure(folder: Path, rounds: int, profile: bool) -> dict[str, Any]:
     stepped = after_a_step(tensors[0])
     for i in range(rounds):
         for kind, race in racers.items():
-            for what, do, given in (
-                (f"{kind} push", race.push, tensors[(i + 1) % 2]),
-                (f"{kind} push from shared memory", race.push, shared[i % 2]),
-                (f"vLLM's own reload, {kind}", reloading[kind].reload, str(paths[i % 2])),
+            other = reloading[kind]
+            for what, engine, do, given in (
+                (f"{kind} push", race, race.push, tensors[(i + 1) % 2]),
+                (f"{kind} push from shared memory", race, race.push, shared[i % 2]),
+                (f"vLLM's own reload, {kind}", other, other.reload, str(paths[i % 2])),
             ):
-                runs.setdefault(what, []).append(do.__self__.measured(do, given))
+                runs.setdefault(what, []).append(engine.measured(do, given))
         racers["FP8"].refit.push(tensors[0], delta=True)  # begins a ledger, since other pushes came between
         runs.setdefault(CHANGES, []).append(racers["FP8"].measured(racers["FP8"].push_changes, stepped))
     changes = racers["FP8"].changes

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,17 @@ def test_layers_are_gathered_where_earlier_ones_were_that_nobody_refers_to():
     place = room.kept[0].data_ptr()
     small, other = room.take(torch.empty(3, 5), CPU), room.take(torch.empty(()), CPU)
     assert small.data_ptr() == place != other.data_ptr()
+
+
+def test_a_device_without_a_number_is_the_one_of_the_worker():
+    """vLLM names it with or without."""
+    from nemo_fp8.rollout.refit.worker.packing import _lies_on
+
+    there = SimpleNamespace(device=torch.device("cuda", 1))
+    assert _lies_on(there, torch.device("cuda"))
+    assert _lies_on(there, torch.device("cuda", 1))
+    assert not _lies_on(there, torch.device("cuda", 0))
+    assert not _lies_on(there, CPU)
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="Linux here has no huge pages.")

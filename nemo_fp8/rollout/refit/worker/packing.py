@@ -2,7 +2,7 @@
 
 oneDNN and vLLM's own kernels multiply with a copy of a weight in a layout of their own. So a push gathers a layer,
 frees the old copy, and has vLLM make a new one. The operating system has to find and clear every page of fresh memory,
-which takes longer than to write there: a third of a push in BF16, seen as its page faults. None of it is needed:
+which takes longer than to write there: a quarter of a push in BF16, seen as its page faults. None of it is needed:
 
     gathered    where an earlier layer was gathered (``StagingMemory``)
     packed      where the old copy was (``keep_freed``)
@@ -40,7 +40,7 @@ class StagingMemory:
     def take(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return memory of the shape, strides and type of ``like`` on a device; what lies there is anything."""
         idle = [flat for flat in self.kept if torch._C._storage_Use_Count(flat.untyped_storage()._cdata) == _NOBODY]
-        fitting = [flat for flat in idle if flat.device == device and flat.nbytes >= like.nbytes]
+        fitting = [flat for flat in idle if _lies_on(flat, device) and flat.nbytes >= like.nbytes]
         if not fitting:
             self.kept = [flat for flat in self.kept if not any(flat is other for other in idle)]
             self.kept += (fitting := [_fresh(like.nbytes, device)])
@@ -50,6 +50,11 @@ class StagingMemory:
 
 _NOBODY = 2
 """References to a storage to which only its tensor in ``StagingMemory`` refers, and the object that asks."""
+
+
+def _lies_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a tensor lies on a device; ``cuda`` alone is any of them, since a worker has one."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def _fresh(size: int, device: torch.device) -> torch.Tensor:
