@@ -1,6 +1,7 @@
 """A push as a worker sees it, in this process: one model, pieces of tensors from one buffer that is used again and
 again."""
 
+import ctypes
 import gc
 import platform
 import random
@@ -26,6 +27,7 @@ from nemo_fp8.rollout.refit import Manifest
 from nemo_fp8.rollout.refit.memory import Opened, Shared
 from nemo_fp8.rollout.refit.wire import capacity, cut
 from nemo_fp8.rollout.refit.worker.layouts import ROWS, Tally
+from nemo_fp8.rollout.refit.worker.packing import _MMAP_THRESHOLD, _TRIM_THRESHOLD
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
@@ -142,7 +144,13 @@ def test_a_weight_is_packed_where_the_old_copy_was(tmp_path, here, monkeypatch):
         pytest.skip("A CPU without AVX-512 multiplies by the weight itself.")
     paths = [models.write(tmp_path / str(i), "qwen3", i, hidden=1024, layers=1, intermediate=12288) for i in (0, 1)]
     model, tensors = build(paths[0], quantized=False), [weights_of(path) for path in paths]
-    largest = 2 * 12288 * 1024 * 2  # gate and up, which glibc would map and return each time
+    largest = 2 * 12288 * 1024 * 2  # gate and up
+
+    def as_glibc_does(largest):
+        """Map each piece over 32 MB by itself. Pushes of other tests in this process have told it otherwise."""
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, 64 << 20)
 
     def faults(pushes):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -151,7 +159,7 @@ def test_a_weight_is_packed_where_the_old_copy_was(tmp_path, here, monkeypatch):
         return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / pushes
 
     with monkeypatch.context() as patched:
-        patched.setattr("nemo_fp8.rollout.refit.worker.session.keep_freed", lambda largest: None)
+        patched.setattr("nemo_fp8.rollout.refit.worker.session.keep_freed", as_glibc_does)
         faults(2)
         fresh = faults(4)
     faults(2)
