@@ -117,7 +117,7 @@ def test_buffers_of_a_push_are_those_of_the_next(qwen3, checkpoint):
         memory, dies = (), False
 
         def call(self, method, message):
-            if method == "write":
+            if method == "write":  # asked of memory that no earlier push had
                 self.memory = (*self.memory, message["memory"])
             if method == "finish" and self.dies:
                 raise RuntimeError("it died")
@@ -135,11 +135,29 @@ def test_buffers_of_a_push_are_those_of_the_next(qwen3, checkpoint):
     third = refit.push(changed, delta=True, verify=True).require()
     assert not third.delta.instead
     assert first.fingerprint == second.fingerprint != third.fingerprint
-    assert worker.memory == (worker.memory[0],) * 4
+    assert len(worker.memory) == 1
     refit.chunk = 2**21
     refit.push(tensors).require()
-    assert worker.memory[-1] != worker.memory[0]
+    assert len(worker.memory) == 2
     assert differing(held(model), held(build(checkpoint("qwen3", 1)))) == []
+
+
+def test_workers_that_were_started_again_map_what_the_last_ones_had_mapped(qwen3, checkpoint, monkeypatch):
+    """They are not asked beforehand. One that cannot says so, and has written nothing."""
+    refit = Refit(Worker(qwen3[0]))
+    first = refit.push(qwen3[1]).require()
+    fresh, other = build(checkpoint("qwen3", 0)), build(checkpoint("qwen3", 0))
+    before = {name: values.clone() for name, values in held(other).items()}
+    refit.control = Worker(fresh)
+    assert refit.push(qwen3[1]).require().fingerprint == first.fingerprint
+    assert differing(held(fresh), held(build(checkpoint("qwen3", 1)))) == []
+
+    refit.control = worker = Worker(other)
+    monkeypatch.setattr("nemo_fp8.rollout.refit.memory.fcntl.fcntl", lambda *_: 0)
+    with pytest.raises(PrecisionError, match="It is not sealed"):
+        refit.push(qwen3[1])
+    assert differing(held(other), before) == []
+    assert not getattr(worker, "refuses", "")
 
 
 # ---------------------------------------------------------------------- one call for a whole push

@@ -56,6 +56,13 @@ INLINE words rounded(reals y) { /* its upper halves are BF16 */
     words u = WORDS(y), odd = V_BITS(and)(V(srli_epi32)(u, 16), V(set1_epi32)(1));
     return V(add_epi32)(V(add_epi32)(u, V(set1_epi32)(0x7fff)), odd);
 }
+
+INLINE uint64_t sum_of_words(words v) { /* of 64 bits */
+    uint64_t lanes[BLOCK / 8], sum = 0;
+    V_BITS(storeu)((words *)lanes, v);
+    for (int i = 0; i < BLOCK / 8; i++) sum += lanes[i];
+    return sum;
+}
 #endif
 
 /* BF16 of a float, to nearest even. NaN stays one: `| 0x400000` where rounding would carry it away. */

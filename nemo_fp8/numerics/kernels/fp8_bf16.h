@@ -22,33 +22,47 @@ INLINE words encode_lanes(words magnitude, reals scale, steps k, int odd, int co
 
 typedef struct { const float *scale; int32_t *underflow; int shift, stream; } row_options;
 
+/* The codes of a block. Evens and odds of a group have a scale each, and sums of their own if each column is a tile. */
+INLINE words encode_block(words x0, words x1, const reals *of_evens, const reals *of_odds, steps k, int columns, int count,
+                          reals *signals, reals *noises, words *magnitudes) {
+    const words upper = V(set1_epi32)(0x7fff0000);
+    words evens[2], odds[2];
+    UNROLLED
+    for (int g = 0; g < 2; g++) {
+        words of_group = g ? x1 : x0;
+        int i = columns ? 2 * g : g * BLOCK / 64, odd = columns ? i + 1 : i;
+        evens[g] = encode_lanes(V_BITS(and)(V(slli_epi32)(of_group, 16), upper), of_evens[g], k, 0, count, signals + i, noises + i);
+        odds[g] = encode_lanes(V_BITS(and)(of_group, upper), of_odds[g], k, 1, count, signals + odd, noises + odd);
+    }
+    return join(evens, odds, x0, x1, magnitudes);
+}
+
+/* Counts what became zero in a block from column c on, one bit each, for tiles that are no columns. */
+INLINE void count_lost(uint64_t zeros, int64_t c, row_options o) {
+    for (int64_t i = 0; i < BLOCK; i += 32) o.underflow[(c + i) >> o.shift] += __builtin_popcount((uint32_t)(zeros >> i));
+}
+
 /* BLOCK columns from c on: their values are at x, and their codes go to `to`. */
 INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o, int stream, steps k, int columns, int count,
                        counts *restrict s) {
-    const words upper = V(set1_epi32)(0x7fff0000);
     int sums = columns ? 4 : BLOCK / 32; /* of each kind, in a block; a tile that is no column has 32 columns or more */
     int64_t first_sum = columns ? c : (c >> 5) * LANES;
     float *signal = s->signal + first_sum, *noise = s->noise + first_sum;
-    words x0 = V_BITS(loadu)((const words *)x), x1 = V_BITS(loadu)((const words *)(x + GROUP)), evens[2], odds[2];
-    reals signals[4], noises[4];
+    words x0 = V_BITS(loadu)((const words *)x), x1 = V_BITS(loadu)((const words *)(x + GROUP));
+    reals signals[4], noises[4], even[2], odd[2];
     UNROLLED
     for (int i = 0; i < 4; i++) {
         signals[i] = count == ADD && i < sums ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
         noises[i] = count == ADD && i < sums ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
     }
-    const int to_odd = columns ? 1 : 0;
     UNROLLED
     for (int g = 0; g < 2; g++) {
-        words of_group = g ? x1 : x0;
         const float *scale = o.scale + (columns ? c + g * GROUP : (c + (sums > 1 ? g * GROUP : 0)) >> o.shift);
-        reals even = columns ? V(loadu_ps)(scale) : V(set1_ps)(*scale), odd = columns ? V(loadu_ps)(scale + LANES) : even;
-        int i = g * sums / 2; /* the first block of a sum */
-        evens[g] = encode_lanes(V_BITS(and)(V(slli_epi32)(of_group, 16), upper), even, k, 0, count, signals + i, noises + i);
-        odds[g] = encode_lanes(V_BITS(and)(of_group, upper), odd, k, 1, count, signals + i + to_odd, noises + i + to_odd);
+        even[g] = columns ? V(loadu_ps)(scale) : V(set1_ps)(*scale), odd[g] = columns ? V(loadu_ps)(scale + LANES) : even[g];
     }
+    words magnitudes, out = encode_block(x0, x1, even, odd, k, columns, count, signals, noises, &magnitudes);
     UNROLLED
     for (int i = 0; i < sums && count; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
-    words magnitudes, out = join(evens, odds, x0, x1, &magnitudes);
     if (count) {
         words below = V(sub_epi8)(magnitudes, V(set1_epi8)(1));
         words *least = (words *)(s->least + c), *lost = (words *)(s->lost + c);
@@ -59,7 +73,7 @@ INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o,
         if (zeros) {
             zeros &= numbers_of(x0, x1);
             if (columns) V_BITS(storeu)(lost, add_bits(V_BITS(loadu)(lost), zeros));
-            else for (int64_t i = 0; i < BLOCK; i += 32) o.underflow[(c + i) >> o.shift] += __builtin_popcount((uint32_t)(zeros >> i));
+            else count_lost(zeros, c, o);
         }
     }
     if (stream) V_BITS(stream)((words *)to, out);
@@ -83,6 +97,49 @@ INLINE void cast_bf16(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, c
     memcpy(codes + c, there, (size_t)(n - c));
 }
 
+/* The same for ABREAST rows of whole blocks, counted and summed up, of tiles that are no columns. What is kept for a block of columns
+   is loaded and stored once for all of these rows, and what is kept for a row stays in a register. */
+enum { ABREAST = 4 };
+
+INLINE void cast_abreast(const uint16_t *x, int64_t stride, uint8_t *to, int64_t codes_stride, int64_t n, const char *ask, int stream,
+                         row_options o, steps k, int count, counts *restrict s, uint64_t *restrict columns, uint64_t *of_rows) {
+    enum { SUMS = BLOCK / 32 };
+    words rows[ABREAST];
+    UNROLLED
+    for (int r = 0; r < ABREAST; r++) rows[r] = V_BITS(setzero)();
+    for (int64_t c = 0; c < n; c += BLOCK) {
+        float *signal = s->signal + (c >> 5) * LANES, *noise = s->noise + (c >> 5) * LANES;
+        words *least = (words *)(s->least + c), least_here = count == ADD ? V_BITS(loadu)(least) : V(set1_epi8)(-1);
+        words *column = (words *)(columns + c / 8), sum = V_BITS(loadu)(column);
+        reals signals[SUMS], noises[SUMS], scale[2];
+        UNROLLED
+        for (int i = 0; i < SUMS; i++) {
+            signals[i] = count == ADD ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
+            noises[i] = count == ADD ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
+        }
+        for (int g = 0; g < 2; g++) scale[g] = V(set1_ps)(o.scale[(c + (SUMS > 1 ? g * GROUP : 0)) >> o.shift]);
+        UNROLLED
+        for (int r = 0; r < ABREAST; r++) {
+            int64_t at = r * stride + c;
+            for (int64_t i = 0; i < 2 * BLOCK; i += 64) _mm_prefetch(ask + 2 * at + i, _MM_HINT_T1);
+            words x0 = V_BITS(loadu)((const words *)(x + at)), x1 = V_BITS(loadu)((const words *)(x + at + GROUP)), magnitudes;
+            words out = encode_block(x0, x1, scale, scale, k, 0, count, signals, noises, &magnitudes);
+            words below = V(sub_epi8)(magnitudes, V(set1_epi8)(1));
+            uint64_t zeros = negative_of(below);
+            if (zeros) count_lost(zeros & numbers_of(x0, x1), c, o);
+            least_here = V(min_epu8)(below, least_here);
+            sum = V(add_epi64)(sum, out), rows[r] = V(add_epi64)(rows[r], out);
+            words *there = (words *)(to + r * codes_stride + c);
+            if (stream) V_BITS(stream)(there, out);
+            else V_BITS(storeu)(there, out);
+        }
+        UNROLLED
+        for (int i = 0; i < SUMS; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
+        V_BITS(storeu)(column, sum), V_BITS(storeu)(least, least_here);
+    }
+    for (int r = 0; r < ABREAST; r++) of_rows[r] += sum_of_words(rows[r]);
+}
+
 typedef void bf16_function(const uint16_t *, uint8_t *, int64_t, int64_t, const char *, const row_options *, const steps *, counts *);
 #define BF16_ROW(NAME, COLUMNS, COUNT) \
     static void NAME(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, const char *ask, const row_options *o, const steps *k, \
@@ -93,6 +150,16 @@ BF16_ROW(bf16_wide, 0, NONE) BF16_ROW(bf16_wide_set, 0, SET) BF16_ROW(bf16_wide_
 BF16_ROW(bf16_columns, 1, NONE) BF16_ROW(bf16_columns_set, 1, SET) BF16_ROW(bf16_columns_add, 1, ADD)
 static bf16_function *const CAST_BF16[2][3] = {{bf16_wide, bf16_wide_set, bf16_wide_add},
                                                {bf16_columns, bf16_columns_set, bf16_columns_add}};
+
+typedef void abreast_function(const uint16_t *, int64_t, uint8_t *, int64_t, int64_t, const char *, int, const row_options *,
+                              const steps *, counts *, uint64_t *, uint64_t *);
+#define BF16_ABREAST(NAME, COUNT) \
+    static void NAME(const uint16_t *x, int64_t stride, uint8_t *to, int64_t codes_stride, int64_t n, const char *ask, int stream, \
+                     const row_options *o, const steps *k, counts *s, uint64_t *columns, uint64_t *of_rows) { \
+        cast_abreast(x, stride, to, codes_stride, n, ask, stream, *o, *k, COUNT, s, columns, of_rows); \
+    }
+BF16_ABREAST(abreast_set, SET) BF16_ABREAST(abreast_add, ADD)
+static abreast_function *const CAST_ABREAST[] = {[SET] = abreast_set, [ADD] = abreast_add};
 
 /* ------------------------------------------------------------------------------- from lanes to tiles, several at once */
 

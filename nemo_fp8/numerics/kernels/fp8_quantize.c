@@ -6,8 +6,8 @@
    cast the next one is prefetched, and large results are streamed past the caches, which saves reading what is overwritten.
 
    What the cast did to the values is kept for each tile, or, where only sums are wanted, for each of some equal parts of the rows:
-   then nothing of a tile is stored. A row of codes can be summed up for a fingerprint (fp8_sums.c) while it is in the first-level
-   cache.
+   then nothing of a tile is stored. A row of codes can be summed up for a fingerprint (fp8_sums.c) while it is in registers or the
+   first-level cache.
 
    A strip is tame if none of its values is too large for its scale, infinite or NaN. Tame BF16 runs on vectors if the
    processor has AVX-512 or AVX2 (fp8_bf16.h); everything else runs in plain C (fp8_rows.h).
@@ -262,9 +262,7 @@ INLINE uint64_t put_and_sum(uint8_t *to, uint8_t *codes, int64_t n, uint64_t *re
             V_BITS(stream)((words *)(to + i), some);
             V_BITS(storeu)(column, V(add_epi64)(V_BITS(loadu)(column), some)), all = V(add_epi64)(all, some);
         }
-        uint64_t lanes[BLOCK / 8];
-        V_BITS(storeu)((words *)lanes, all);
-        for (int lane = 0; lane < BLOCK / 8; lane++) sum += lanes[lane];
+        sum = sum_of_words(all);
     }
 #endif
     put(to + i, codes + i, n - i, streams);
@@ -303,7 +301,7 @@ static void cast_strip(const strip *s, uint8_t *codes, spot at, format f, int ta
 #ifdef BLOCK
 /* The same for tame BF16, a piece of PIECE columns in each of ABREAST rows at a time: memory is faster in several places at once
    than in one, and with AVX-512 the cast is fast enough to notice. `ask` is what to prefetch. */
-enum { ABREAST = 4, PIECE = BLOCK == 64 ? 512 : STRIP };
+enum { PIECE = BLOCK == 64 ? 512 : STRIP };
 
 static void largest_codes(const float *restrict amax, const float *restrict scale, uint8_t *restrict to, int64_t n, format f) {
     for (int64_t t = 0; t < WHOLE(n); t++) to[t] = (uint8_t)encode(bits(amax[t]), scale[t], f, 1, NONE, NULL, 0);
@@ -314,12 +312,18 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, spot at, format f, c
     scratch *w = s->w;
     int columns = j->tile_cols == 1, streams = large(j->rows * j->cols);
     row_options o = {w->scale, w->underflow, 63 - __builtin_clzll((uint64_t)j->tile_cols), streams && !j->of_rows};
+    int abreast = !columns && counted(j) && j->of_rows && s->width % BLOCK == 0;
+    int lines = streams && ((uintptr_t)codes & (BLOCK - 1)) == 0 && j->codes_stride % BLOCK == 0; /* every row begins with a whole one */
     if (columns) apart(w->scale, w->slots, s->width, 0), o.scale = w->slots;
     else if (counted(j)) memset(w->underflow, 0, (size_t)s->tiles * 4);
     for (int64_t first = 0; first < s->rows; first += ABREAST) {
         int64_t last = least_of(first + ABREAST, s->rows);
         uint64_t of_rows[ABREAST] = {0};
-        for (int64_t c = 0; c < s->width; c += PIECE)
+        if (abreast && last == first + ABREAST)
+            CAST_ABREAST[first ? ADD : SET]((const uint16_t *)s->x + first * j->stride, j->stride, codes + first * j->codes_stride,
+                                            j->codes_stride, s->width, ask + first * j->stride * 2, lines, &o, k, &w->counts,
+                                            w->columns + at.column / 8, of_rows);
+        else for (int64_t c = 0; c < s->width; c += PIECE)
             for (int64_t r = first, end = least_of(c + PIECE, s->width); r < last; r++) {
                 uint8_t *out = codes + r * j->codes_stride, *row = j->of_rows ? w->row : out;
                 CAST_BF16[columns][counted(j) ? r ? ADD : SET : NONE](

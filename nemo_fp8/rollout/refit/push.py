@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -82,6 +82,8 @@ class Refit:
         that was refused before the first byte changes nothing."""
         self._buffers: Shared | None = None
         """The buffers of the last push, for the next one."""
+        self._mapped = WeakSet[Shared]()
+        """What the workers have mapped of this process's memory."""
 
     def push(
         self,
@@ -285,7 +287,8 @@ class Refit:
 
     def _transport(self, manifest: Manifest, whole: Collection[int], weights: Shared | None = None) -> Transport:
         """Return the way to the workers, with the buffers of the last push if they fit."""
-        transport = transport_of(self.transport, self.control, manifest, self.chunk, whole, weights, self._buffers)
+        known = (self._buffers, self._mapped)
+        transport = transport_of(self.transport, self.control, manifest, self.chunk, whole, weights, *known)
         self._buffers = transport.shared
         return transport
 

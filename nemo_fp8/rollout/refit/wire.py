@@ -21,10 +21,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableSet, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -146,14 +147,17 @@ class SharedMemory:
     The buffers are few and small: while they lie in a cache that all cores share, what is copied there does not go
     through main memory. ``weights`` is the trainer's own shared memory, if its tensors lie in some. ``kept`` are the
     buffers of an earlier push, used again if they are as large: the operating system takes longer to find, clear and
-    free the pages of new ones than it takes to fill them.
+    free the pages of new ones than it takes to fill them. ``mapped`` is the memory that these workers have mapped in an
+    earlier push, and are not asked about again.
     """
 
     most, buffers = 8 << 20, 4
     patches = 32  # few enough for the workers to add these while the sender looks for others
 
-    def __init__(self, control: Control, size: int, weights: Shared | None, kept: Shared | None) -> None:
-        self.control, self.size, self.weights = control, size, weights
+    def __init__(
+        self, control: Control, size: int, weights: Shared | None, kept: Shared | None, mapped: MutableSet[Shared]
+    ) -> None:
+        self.control, self.size, self.weights, self.mapped = control, size, weights, mapped
         all_ = size * self.buffers
         self.shared: Shared = kept if kept is not None and kept.size == all_ else Shared(all_)
         self.turn, self.unanswered = 0, 0
@@ -164,8 +168,9 @@ class SharedMemory:
     def open(self, push: str, workers: int) -> None:
         """Have every worker map the memory, which fails if one of them is on another host, and connect."""
         for memory in (self.shared, self.weights):
-            if memory is not None:
+            if memory is not None and memory not in self.mapped:
                 raise_problems(self.control.call("write", {"push": push, "memory": memory.handle, "pieces": []}))
+                self.mapped.add(memory)
         self.channel = Channel(lambda: self.call is not None and self.call.done())
         self.call = self.courier.submit(self.control.call, "stream", {"push": push, "socket": self.channel.name})
         with self._problems():
@@ -275,18 +280,21 @@ def transport_of(
     whole: Collection[int] = (),
     weights: Shared | None = None,
     kept: Shared | None = None,
+    mapped: MutableSet[Shared] | None = None,
 ) -> Transport:
     """Return the transport of that name; ``auto`` is shared memory if the engine may be on this host, else HTTP.
 
     ``chunk`` bounds the bytes of all buffers together; a tensor of ``whole`` may need more. ``kept`` are the buffers of
-    an earlier push, to be used again.
+    an earlier push, to be used again, and ``mapped`` is what these workers have mapped; more is added to it.
     """
     local = not isinstance(control, Carrier) or control.local
     if name == "auto":
         name = "memory" if local and hasattr(os, "memfd_create") else "http"
     way = SharedMemory if name == "memory" else Body
     size = capacity(manifest, min(chunk // way.buffers, way.most), whole)
-    return SharedMemory(control, size, weights, kept) if way is SharedMemory else Body(control, size)
+    if way is Body:
+        return Body(control, size)
+    return SharedMemory(control, size, weights, kept, WeakSet() if mapped is None else mapped)
 
 
 def raise_problems(answers: list[Answer]) -> list[Answer]:

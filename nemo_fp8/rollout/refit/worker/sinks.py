@@ -27,6 +27,7 @@ from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import format_of
+from nemo_fp8.numerics.kernels import build
 from nemo_fp8.numerics.quantize import STRIP, quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import Box, Manifest
@@ -240,7 +241,8 @@ class Blocks(Sink):
 
         All matrices are quantized as one, whose rows are theirs, if their blocks do not run into one another and they
         lie in memory like that: a stack of experts costs as much as one matrix. Strips are of whole matrices then,
-        or of rows that fit the cache.
+        or of rows that fit the cache. The kernel of a CPU reads every value once and writes every code once, so it
+        takes all rows together, where nobody reads the codes again: between two calls all threads but one wait.
         """
         rows, wide = values.shape[1:]
         codes, scales = self._live(matrices, row, rows)
@@ -253,7 +255,9 @@ class Blocks(Sink):
                 self._quantize(route, range(m, m + 1), row, values[i : i + 1], one)
             return
         flat = values.reshape(-1, wide)
-        step = max(ROWS, STRIP // wide // ROWS * ROWS)
+        read_again = self.against_reference or not self.layout.plain
+        most = STRIP if read_again or not flat.is_cpu or build.library() is None else flat.numel()
+        step = max(ROWS, most // wide // ROWS * ROWS)
         if len(matrices) > 1:
             step = max(rows, step // rows * rows)  # whole experts
         for first in range(0, flat.shape[0], step):
