@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 
 from nemo_fp8.numerics import kernels
@@ -107,13 +108,17 @@ def _sums(matrix: torch.Tensor, magnitudes: bool = True) -> tuple[torch.Tensor, 
 
 
 def _fewer(of_rows: torch.Tensor) -> torch.Tensor:
-    """Add up the sixteenths of some sums, and overwrite these. All weights are odd, so that no bit of a row's sum is
-    lost."""
+    """Add up the sixteenths of some sums, which may be overwritten. All weights are odd, so that no bit of a row's sum
+    is lost."""
     if left := -of_rows.shape[0] % PARTS:
         of_rows = torch.nn.functional.pad(of_rows, (0, left))
     parts = of_rows.view(PARTS, -1)
-    weights = torch.arange(1, 2 * PARTS, 2, device=of_rows.device)
-    return parts.mul_(weights[:, None]).sum(0)
+    if parts.is_cpu:  # in numpy, since torch would wake all threads for so little
+        return torch.from_numpy(np.einsum("i,ij->j", _WEIGHTS, parts.numpy()))
+    return parts.mul_(torch.from_numpy(_WEIGHTS).to(parts.device)[:, None]).sum(0)
+
+
+_WEIGHTS = np.arange(1, 2 * PARTS, 2)
 
 
 def fingerprint(*tensors: torch.Tensor) -> str:
