@@ -162,7 +162,8 @@ def quantize_summed(
         return None
     words = -(-columns // 8)
     memory = torch.empty(len(TOTALS) * parts + rows + words, dtype=torch.int64)
-    of_parts, of_rows, of_columns = torch.split(memory, [len(TOTALS) * parts, rows, words])
+    first = len(TOTALS) * parts
+    of_parts, of_rows, of_columns = memory[:first], memory[first : first + rows], memory[first + rows :]
     _run(
         library, x, tile, format_of(element_format), codes, scaling=scaling, scale_inv=scale_inv,
         scale_stride=scale_inv.stride(0), scale_if_tiny=torch.finfo(x.dtype).max, totals=of_parts, of_rows=of_rows,

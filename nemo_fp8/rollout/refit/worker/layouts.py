@@ -265,11 +265,14 @@ class Tally:
             for facts in some:
                 facts.row, row = row, row + max(1, facts.experts)
             _count_bad_scales(counts, some)
-            for (name, kind), numbers in zip(COUNTED.items(), counts.cpu().numpy().T, strict=True):
-                plain = numbers.astype(kind).tolist()
-                for facts in some:
-                    first, experts = facts.row, facts.experts
-                    setattr(facts, name, plain[first : first + experts] if experts else plain[first])
+            columns = {
+                name: numbers.astype(kind).tolist()
+                for (name, kind), numbers in zip(COUNTED.items(), counts.cpu().numpy().T, strict=True)
+            }
+            for facts in some:
+                first, experts = facts.row, facts.experts
+                at: Any = slice(first, first + experts) if experts else first
+                vars(facts).update({name: plain[at] for name, plain in columns.items()})
         for some in _of_each_device(self.facts.values(), "verified"):
             answers = torch.stack([facts.verified for facts in some if isinstance(facts.verified, torch.Tensor)])
             for facts, answer in zip(some, answers.tolist(), strict=True):
