@@ -61,8 +61,7 @@ INLINE void sum_rows(const sums_job *j, int64_t row, int rows, uint64_t *restric
     }
     uint64_t lanes[LANES64];
     for (int r = 0; r < rows; r++) {
-        V_BITS(storeu)((words *)lanes, of_row[r]);
-        for (int i = 0; i < LANES64; i++) sums[r] += lanes[i];
+        sums[r] = sum_of_words(of_row[r]);
         V_BITS(storeu)((words *)lanes, tops[r]);
         for (int i = 0; i < LANES64 && magnitudes; i++) top[r] = higher(top[r], highest_in(lanes[i], magnitudes));
     }

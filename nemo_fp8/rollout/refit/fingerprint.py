@@ -114,11 +114,8 @@ def _fewer(of_rows: torch.Tensor) -> torch.Tensor:
         of_rows = torch.nn.functional.pad(of_rows, (0, left))
     parts = of_rows.view(PARTS, -1)
     if parts.is_cpu:  # in numpy, since torch would wake all threads for so little
-        return torch.from_numpy(np.einsum("i,ij->j", _WEIGHTS, parts.numpy()))
-    return parts.mul_(torch.from_numpy(_WEIGHTS).to(parts.device)[:, None]).sum(0)
-
-
-_WEIGHTS = np.arange(1, 2 * PARTS, 2)
+        return torch.from_numpy(np.einsum("i,ij->j", np.arange(1, 2 * PARTS, 2), parts.numpy()))
+    return parts.mul_(torch.arange(1, 2 * PARTS, 2, device=parts.device)[:, None]).sum(0)
 
 
 def fingerprint(*tensors: torch.Tensor) -> str:

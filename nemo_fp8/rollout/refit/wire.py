@@ -166,7 +166,7 @@ class SharedMemory:
         self.call: Future[list[Answer]] | None = None
 
     def open(self, push: str, workers: int) -> None:
-        """Have every worker map the memory, which fails if one of them is on another host, and connect."""
+        """Have every worker map what it has not mapped yet, which fails on another host, and connect."""
         for memory in (self.shared, self.weights):
             if memory is not None and memory not in self.mapped:
                 raise_problems(self.control.call("write", {"push": push, "memory": memory.handle, "pieces": []}))

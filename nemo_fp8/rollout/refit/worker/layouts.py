@@ -144,7 +144,7 @@ class Facts:
     def count(self, totals: torch.Tensor, at: slice = ONE) -> None:
         """Add what a quantization did to each expert: [experts, TOTALS], of ``Statistics.totals`` or a kernel."""
         if self.counts is None and len(totals) == max(1, self.experts):
-            self.counts = torch.nn.functional.pad(totals, (0, len(COUNTED) - len(TOTALS)))
+            self.counts = torch.nn.functional.pad(totals.double(), (0, len(COUNTED) - len(TOTALS)))
             return
         rows = self._rows(at, totals.device)
         rows[:, SUMS].add_(totals[:, SUMS])

@@ -256,8 +256,8 @@ class Blocks(Sink):
             return
         flat = values.reshape(-1, wide)
         read_again = self.against_reference or not self.layout.plain
-        most = STRIP if read_again or not flat.is_cpu or build.library() is None else flat.numel()
-        step = max(ROWS, most // wide // ROWS * ROWS)
+        at_once = flat.is_cpu and not read_again and build.library() is not None
+        step = max(ROWS, flat.shape[0] if at_once else STRIP // wide // ROWS * ROWS)
         if len(matrices) > 1:
             step = max(rows, step // rows * rows)  # whole experts
         for first in range(0, flat.shape[0], step):
