@@ -43,11 +43,12 @@ def pushes():
     """Times of pushes over one another."""
     refit = _record("refit.json")
     wall = {name: times["wall"] for name, times in refit["best"].items()}
-    fp8 = wall["FP8 push"]
+    fp8, reload = wall["FP8 push"], wall["vLLM's own reload, FP8"]
     return (
-        f"{fp8 / wall['BF16 push']:.2f} times, 1/{refit['start_seconds']['FP8'] / fp8:.0f} of an engine start; of "
-        f"changes alone over HTTP {refit['http']['changes'] / refit['http']['push']:.2f} of one of everything, "
-        f"{wall['FP8 push of changes'] / fp8:.2f} through shared memory"
+        f"{fp8 / wall['BF16 push']:.2f} times, 1/{refit['start_seconds']['FP8'] / fp8:.0f} of an engine start, "
+        f"{fp8 / reload:.2f} of vLLM's own reload, and {wall['FP8 push from shared memory'] / reload:.2f} from shared "
+        f"memory; of changes alone over HTTP {refit['http']['changes'] / refit['http']['push']:.2f} of one of "
+        f"everything, {wall['FP8 push of changes'] / fp8:.2f} through shared memory"
     )
 
 

@@ -272,7 +272,8 @@ class Tally:
             for facts in some:
                 first, experts = facts.row, facts.experts
                 at: Any = slice(first, first + experts) if experts else first
-                vars(facts).update({name: plain[at] for name, plain in columns.items()})
+                for name, plain in columns.items():
+                    setattr(facts, name, plain[at])
         for some in _of_each_device(self.facts.values(), "verified"):
             answers = torch.stack([facts.verified for facts in some if isinstance(facts.verified, torch.Tensor)])
             for facts, answer in zip(some, answers.tolist(), strict=True):
