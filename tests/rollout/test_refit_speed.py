@@ -19,6 +19,7 @@ from support.rollout.models import stacked
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels, quantize
+from nemo_fp8.numerics.kernels import build as build_of_kernels
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.refit import Manifest, SharedWeights, fingerprint, wire
 from nemo_fp8.rollout.refit.channel import Channel, Ended, Line
@@ -401,6 +402,25 @@ def test_no_work_is_done_expert_by_expert(moe, monkeypatch):
     casts.clear()
     Refit(Worker(model)).push(tensors)
     assert len(casts) > 3 * 8 * 3
+
+
+@pytest.mark.skipif(build_of_kernels.library() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize(("verify", "casts"), [(False, 1), (True, 3)])
+def test_a_matrix_is_one_cast_unless_its_codes_are_read_again(verify, casts, monkeypatch):
+    """Between two calls of the kernel all threads but one wait. Of more than two strips, the last with half a block."""
+    operand, x = Operand("e4m3", (128, 128), "fp32"), torch.randn(8256, 1024).bfloat16()
+    target = Target("layer", "weight", tuple(x.shape), torch.bfloat16)
+    box = ((0, 8256), (0, 1024))
+    route = Route(0, tuple(x.shape), box, (tuple(x.shape), (), 0), target, box)
+    codes, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(65, 8)
+    sink, found = sinks.Blocks(Tally(), codes, scales, ROWS, operand, [route], verify), []
+    cast = sink._cast
+    monkeypatch.setattr(sink, "_cast", lambda *arguments: found.append(cast(*arguments)))
+    sink.write(route, 0, x)
+    expected = quantize(x, operand)
+    assert len(found) == casts
+    assert torch.equal(codes.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(scales, expected.scale_inv)
 
 
 @pytest.mark.parametrize("scale", ["fp32", "pow2"])
