@@ -400,7 +400,7 @@ def test_no_work_is_done_expert_by_expert(moe, monkeypatch):
     plan = Plan(model, Manifest.of(weights))
     assert {len(routes) for routes in plan.routes.by_entry.values()} == {1}
     casts.clear()
-    Refit(Worker(model)).push(tensors)
+    Refit(Worker(model)).push(tensors, verify=True)
     assert len(casts) > 3 * 8 * 3
 
 

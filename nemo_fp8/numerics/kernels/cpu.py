@@ -97,7 +97,7 @@ class _TurnJob(ctypes.Structure):
     )
 
 
-class _SumsJob(ctypes.Structure):
+class SumsJob(ctypes.Structure):
     """`struct sums_job` of the C source."""
 
     _fields_ = (
@@ -158,7 +158,7 @@ def quantize_summed(
         return None
     codes, scale_inv = out
     rows, columns = x.shape
-    if x.stride(1) != 1 or not _has_rows(scale_inv) or rows % parts or (parts > 1 and rows // parts % tile[0]):
+    if x.stride(1) != 1 or not has_rows(scale_inv) or rows % parts or (parts > 1 and rows // parts % tile[0]):
         return None
     words = -(-columns // 8)
     memory = torch.empty(len(TOTALS) * parts + rows + words, dtype=torch.int64)
@@ -173,20 +173,21 @@ def quantize_summed(
 
 
 def cast_job(
-    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, scale_inv: torch.Tensor
+    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, scale_inv: torch.Tensor, **more: Any
 ) -> CastJob | None:
-    """Return the cast of a matrix as a job for another kernel, which says where codes go; None if there is none.
+    """Return the cast of a matrix as a job for another kernel, which may say ``more`` of it; None if there is none.
 
-    The job knows where ``x`` and ``scale_inv`` lie, and does not keep them.
+    The job knows where ``x`` and ``scale_inv`` lie, and does not keep them; where ``x`` is on the meta device it is
+    told later.
     """
     scaling = SCALINGS.get(("te", scale_kind))
-    if scaling is None or not x.is_cpu or x.dtype not in SOURCES or not _takes(tile) or x.stride(1) != 1:
+    if scaling is None or not (x.is_cpu or x.is_meta) or x.dtype not in SOURCES or not _takes(tile):
         return None
-    if not _has_rows(scale_inv):
+    if not has_rows(x) or not has_rows(scale_inv):
         return None
     return _job(
         x, tile, format_of(element_format), scaling=scaling, scale_inv=scale_inv, scale_stride=scale_inv.stride(0),
-        scale_if_tiny=torch.finfo(x.dtype).max,
+        scale_if_tiny=torch.finfo(x.dtype).max, **more,
     )  # fmt: skip
 
 
@@ -294,7 +295,7 @@ def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
     Return False, and write nothing, where there is no kernel for it. Raises ValueError if shapes or dtypes do not fit.
     """
     library = build.library()
-    if library is None or x.itemsize not in (1, 2) or not all(_has_rows(matrix) for matrix in (x, into)):
+    if library is None or x.itemsize not in (1, 2) or not all(has_rows(matrix) for matrix in (x, into)):
         return False
     rows, cols = x.shape
     if into.shape != (cols, rows) or into.dtype != x.dtype:
@@ -316,16 +317,14 @@ def sums(
     Raises MemoryError if there is none for the threads' sums.
     """
     library = build.library()
-    if library is None or x.numel() == 0 or not all(_has_rows(m) for m in (x, into) if m is not None):
+    if library is None or x.numel() == 0 or not all(has_rows(m) for m in (x, into) if m is not None):
         return None
     height, width = x.shape[0], x.shape[1] * x.itemsize
     rows, columns = torch.empty(height, dtype=torch.int64), torch.zeros(-(-width // 8), dtype=torch.int64)
     kind = MAGNITUDES.get(x.dtype, 0) if magnitudes else 0
     largest = torch.empty(height, dtype=torch.int32) if kind else torch.zeros(height)
-    job = _SumsJob(
-        x=x.data_ptr(), of_rows=rows.data_ptr(), of_columns=columns.data_ptr(), largest=largest.data_ptr(),
-        rows=height, bytes=width, stride=x.stride(0) * x.itemsize, magnitudes=kind,
-        to=None if into is None else into.data_ptr(), to_stride=0 if into is None else into.stride(0) * x.itemsize,
+    job = sums_job(
+        x, into, kind, of_rows=rows.data_ptr(), of_columns=columns.data_ptr(), largest=largest.data_ptr(),
         threads=1 if x.nbytes <= BYTES_FOR_THREADS else threads(x), parallel=parallel(),
     )  # fmt: skip
     if not library.nemo_fp8_sums(ctypes.byref(job)):
@@ -335,7 +334,16 @@ def sums(
     return rows, columns, largest.view(x.dtype).view(height, -1)[:, 0].float()
 
 
-def _has_rows(matrix: torch.Tensor) -> bool:
+def sums_job(x: torch.Tensor, into: torch.Tensor | None, magnitudes: int, **more: Any) -> SumsJob:
+    """Return the sums of a matrix as a job, which says where they go in ``more``."""
+    return SumsJob(
+        x=x.data_ptr(), rows=x.shape[0], bytes=x.shape[1] * x.itemsize, stride=x.stride(0) * x.itemsize,
+        magnitudes=magnitudes, to=None if into is None else into.data_ptr(),
+        to_stride=0 if into is None else into.stride(0) * x.itemsize, **more,
+    )  # fmt: skip
+
+
+def has_rows(matrix: torch.Tensor) -> bool:
     return matrix.stride(1) == 1 or matrix.shape[1] == 1
 
 

@@ -151,6 +151,17 @@ static inline void share(void (*function)(void *), void *job, int threads, paral
     while (n > 0) pthread_join(helpers[--n], NULL);
 }
 
+/* Several small jobs as one, each on one thread: those of `which` among `all`, with values that lie at `x`. */
+typedef struct several {
+    const void *all;
+    const int64_t *which;
+    const void *const *x;
+    parallel_function *parallel;
+    int64_t n;
+    int32_t threads;
+    _Atomic int64_t next, failed;
+} several;
+
 /* ------------------------------------------------------------------------------------------------------ new memory */
 
 /* New memory costs more than the cast, since the operating system maps and clears it page by page. Large pages halve that. */

@@ -423,6 +423,20 @@ int nemo_fp8_quantize(job *j) {
     return !j->failed;
 }
 
+static void work_on_several(void *argument) {
+    several *s = argument;
+    for (int64_t i; (i = atomic_fetch_add(&s->next, 1)) < s->n;) {
+        job j = ((const job *)s->all)[s->which[i]];
+        j.x = s->x[i], j.threads = 1;
+        if (!nemo_fp8_quantize(&j)) s->failed = 1;
+    }
+}
+
+int nemo_fp8_quantize_several(several *s) {
+    share(work_on_several, s, s->threads, s->parallel);
+    return !s->failed;
+}
+
 /* Casts some rows of a job on this thread, into codes of their own; `first` is the first row of a tile. */
 int nemo_fp8_quantize_rows(const job *all, int64_t first, int64_t rows, uint8_t *codes) {
     job j = *all;

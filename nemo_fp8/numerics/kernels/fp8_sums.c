@@ -113,3 +113,18 @@ int nemo_fp8_sums(sums_job *j) {
     share(work_sums, j, j->threads, j->parallel);
     return !j->failed;
 }
+
+static void work_on_several(void *argument) {
+    several *s = argument;
+    for (int64_t i; (i = atomic_fetch_add(&s->next, 1)) < s->n;) {
+        sums_job j = ((const sums_job *)s->all)[s->which[i]];
+        j.x = s->x[i], j.threads = 1;
+        memset(j.of_columns, 0, (size_t)((j.bytes + 7) / 8 * 8));
+        if (!nemo_fp8_sums(&j)) s->failed = 1;
+    }
+}
+
+int nemo_fp8_sums_several(several *s) {
+    share(work_on_several, s, s->threads, s->parallel);
+    return !s->failed;
+}

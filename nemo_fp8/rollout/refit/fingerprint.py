@@ -16,6 +16,7 @@ import hashlib
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_fp8.numerics import kernels
 
@@ -35,7 +36,7 @@ class Fingerprint:
 
     def add(self, rows: torch.Tensor) -> None:
         """Add the next rows. All dimensions but the last count rows; every element of a vector is a row."""
-        matrix = _matrix(rows.detach())
+        matrix = as_matrix(rows.detach())
         of_rows, of_columns, _ = kernels.sums(matrix, magnitudes=False) or _sums(matrix, magnitudes=False)
         self.add_sums(of_rows, of_columns, matrix.shape[1] * matrix.itemsize)
 
@@ -46,8 +47,8 @@ class Fingerprint:
         These are those of BF16, FP16 or FP32 values, in FP32 (NaN if one is), and say nothing of other types. On a CPU
         one pass over memory does all three.
         """
-        matrix = _matrix(rows.detach())
-        to = None if into is None else _matrix(into)
+        matrix = as_matrix(rows.detach())
+        to = None if into is None else as_matrix(into)
         is_copy = into is not None and to is not None and to.data_ptr() != into.data_ptr()  # it has no such view
         done = None if is_copy else kernels.sums(matrix, to)
         if done is None and into is not None:
@@ -76,18 +77,31 @@ class Fingerprint:
 
     def digest(self) -> str:
         """Return sixteen hexadecimal digits. The sums stay on the tensor's device until here."""
-        whole = hashlib.blake2b(f"{self._count}x{self._width}".encode(), digest_size=DIGITS // 2)
-        if self._columns is not None:
-            of_rows = [_fewer(torch.cat(self._rows))] if self._is_long() else self._rows
-            whole.update(torch.cat([*of_rows, self._columns]).cpu().numpy().data)
-        return whole.hexdigest()
+        if self._columns is None:
+            return _digest(self._count, self._width)
+        of_rows = [_fewer(torch.cat(self._rows))] if self._is_long() else self._rows
+        return _digest(self._count, self._width, torch.cat([*of_rows, self._columns]).cpu().numpy())
 
     def _is_long(self) -> bool:
         """Return whether there are so many sums of rows that fewer are made of them; ``close`` may have done that."""
         return self._count >= MANY and sum(of_rows.shape[0] for of_rows in self._rows) == self._count
 
 
-def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+def digest_of(count: int, width: int, sums: NDArray[np.int64]) -> str:
+    """Return the digest of ``count`` rows of ``width`` bytes whose sums somebody has: of all rows, then of columns."""
+    if count >= MANY:
+        sums = np.concatenate([_fewer(torch.from_numpy(sums[:count])).numpy(), sums[count:]])
+    return _digest(count, width, sums)
+
+
+def _digest(count: int, width: int, sums: NDArray[np.int64] | None = None) -> str:
+    whole = hashlib.blake2b(f"{count}x{width}".encode(), digest_size=DIGITS // 2)
+    if sums is not None:
+        whole.update(sums.data)
+    return whole.hexdigest()
+
+
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     """Return the rows of a tensor as a matrix: a view, unless its rows do not lie one after the other."""
     return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
 

@@ -176,6 +176,7 @@ class Opened:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch warns that it is not writable, as intended
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._first = self.bytes.data_ptr()
 
     def read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor that lies in the memory, without a copy. It must not be written to.
@@ -185,13 +186,22 @@ class Opened:
         count = 1
         for n in shape:
             count *= n
-        if offset < 0 or offset % dtype.itemsize or offset + count * dtype.itemsize > self.size:
+        self.address(offset, count * dtype.itemsize, dtype.itemsize)
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+
+    def address(self, offset: int, size: int, unit: int) -> int:
+        """Return where ``size`` bytes lie in this process, at an offset that came from outside; elements are of
+        ``unit`` bytes.
+
+        Raises PrecisionError if they would not lie inside.
+        """
+        if offset < 0 or offset % unit or offset + size > self.size:
             raise PrecisionError(
-                f"A tensor of {count * dtype.itemsize} bytes at {offset} of {self.size} bytes of shared memory.",
+                f"A tensor of {size} bytes at {offset} of {self.size} bytes of shared memory.",
                 "It does not lie inside.",
                 "Push with nemo_fp8.rollout.Refit; if that did it, report it.",
             )
-        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+        return self._first + offset
 
 
 class Mappings:

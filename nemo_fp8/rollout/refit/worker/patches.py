@@ -109,6 +109,7 @@ class Patching(Session):
     def __init__(self, plan: Plan, number: str, base: str, sealed: Mapping[str, Any]) -> None:
         super().__init__(plan, number, verify=False)
         self.base, self.sealed, self.sealing = base, sealed, True
+        self.table = None  # fingerprints are read from memory
         self.untouched: dict[Sink, bool] = {}
         """Whether a layer that cannot be read is as the push ``base`` left it."""
         self.kept, _ = kept_by(plan, self.sinks)

@@ -29,6 +29,7 @@ from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Sink, Staged
+from nemo_fp8.rollout.refit.worker.small import Table, places_of
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
 WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -43,6 +44,7 @@ class Plan:
     def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
         self.model, self.manifest = model, manifest
         self._ways: dict[Target, str] = {}
+        self._table: Table | None = None
         self.layers: dict[str, Any] = dict(model.named_modules())
         self.scales = {i for i, entry in enumerate(manifest) if manifest.is_scales(entry)}
         self.routes = record(model, manifest, self.scales)
@@ -135,6 +137,12 @@ class Plan:
             sink = Staged(tally, self.layers[name], routes, constants, self._views(name), room)
             sinks |= dict.fromkeys(targets, sink)
         return sinks
+
+    def table(self, sinks: dict[Target, Sink]) -> Table:
+        """Return the table of the small tensors that these sinks would write; it is made again where they moved."""
+        if self._table is None or self._table.places != places_of(sinks):
+            self._table = Table(self, sinks)
+        return self._table
 
     def _views(self, name: str) -> dict[str, torch.Tensor]:
         """Return parameter -> view of it, for the views that the module around a layer has."""

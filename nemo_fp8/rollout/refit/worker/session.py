@@ -36,6 +36,7 @@ from nemo_fp8.rollout.refit.worker.packing import keep_freed, pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, count_rows, inside
+from nemo_fp8.rollout.refit.worker.small import Place
 
 Answer = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -86,6 +87,10 @@ class Session:
                 self.awaited[i].append(sink)
         self.waiting: dict[Route, dict[int, torch.Tensor]] = {}
         """Tensors that came of which the loader makes values together with others."""
+        self.table = None if verify else plan.table(self.sinks)
+        """How small tensors are written; None where they take their sinks."""
+        self.by_table: list[int] = []
+        """The tensors that were."""
         self.sealing = False
         """Whether a push of changes may follow, which has to find out what others wrote in between."""
 
@@ -97,11 +102,26 @@ class Session:
         """
         if not isinstance(pieces, list):
             raise bad_piece(pieces, "It is no list of pieces")
-        for piece in pieces:
-            i, row, rows, offset = self._checked(piece)
-            entry = self.plan.manifest[i]
-            tensor = memory.read(offset, entry.torch_dtype, (rows, *entry.shape[1:]) if entry.shape else ())
-            self.write_rows(i, row, tensor)
+        small: list[Place] = []
+        try:
+            for piece in pieces:
+                i, row, rows, offset = self._checked(piece)
+                entry = self.plan.manifest[i]
+                if self.table is not None and i in self.table.entries and rows == entry.rows:
+                    small.append((i, memory.address(offset, entry.bytes, entry.torch_dtype.itemsize)))
+                    self.rows[i] += rows
+                else:
+                    tensor = memory.read(offset, entry.torch_dtype, (rows, *entry.shape[1:]) if entry.shape else ())
+                    self.write_rows(i, row, tensor)
+        finally:
+            self._write_small(small)
+
+    def _write_small(self, places: list[Place]) -> None:
+        """Write small tensors that came whole."""
+        if self.table is not None and places:
+            self.written = True
+            self.table.write(places)
+            self.by_table += [i for i, _ in places]
 
     def _checked(self, piece: Any) -> tuple[int, int, int, int]:
         """Return a piece that came from outside; raise PrecisionError if it does not fit the manifest."""
@@ -194,6 +214,8 @@ class Session:
         sinks = list(dict.fromkeys(self.sinks.values()))
         for sink in sinks:
             sink.finish()
+        if self.table is not None:
+            self.table.tell(self.by_table, self.tally)
         for layer in self.plan.all_packed_beside.values():
             pack(layer)
         if self.verify:

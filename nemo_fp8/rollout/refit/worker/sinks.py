@@ -28,6 +28,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels.cpu import CastJob, cast_job
 from nemo_fp8.numerics.quantize import STRIP, quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import Box, Manifest
@@ -76,7 +77,7 @@ class Sink:
 
     def _copy(self, route: Route, row: int, values: torch.Tensor, place: torch.Tensor) -> None:
         """Copy values to their place, fingerprint them and note the largest, in one pass where that is possible."""
-        into = _viewed(place, values.shape) if place.dtype == values.dtype else None
+        into = viewed(place, values.shape) if place.dtype == values.dtype else None
         if into is None:
             place.copy_(values.reshape(place.shape))
         elif into.dim() == 2 and into.stride(0) == 1 and kernels.turn(values, into.t()):
@@ -288,6 +289,16 @@ class Blocks(Sink):
             place = self.scales[live, row // self.high : below // self.high]
             place.copy_(scales.view(place.shape))
 
+    def job(self, route: Route, x: torch.Tensor) -> CastJob | None:
+        """Return the cast of a route's whole matrix ``x``, which may have no memory, as a job; None if it is none."""
+        matrices, ((start, stop), _) = self._matrices(route), route.to[-2:]
+        if self.straddling or not self.layout.plain or len(matrices) > 1 or x.dtype == self.codes.dtype:
+            return None
+        codes, scales = self._live(matrices, start, stop - start)
+        if codes is None or scales is None or codes.shape != x.shape:
+            return None
+        return cast_job(x, self.block, self.operand.format, self.operand.scale, scales, codes=codes)
+
     def _live(self, matrices: range, row: int, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the live codes and scales of some rows of these matrices, as one matrix; None if they are no such one.
 
@@ -372,8 +383,8 @@ class Blocks(Sink):
 
     def finish(self) -> None:
         self.scratch = None
-        for route in self.routes:
-            scales = self._scales(route)
+        for route in self.prints:
+            scales = self.scales_of(route)
             self._tell(route, "fp8", together([self.prints[route].digest(), fingerprint(scales)]))
             facts = self.facts[route.entry]
             facts.aligned = facts.aligned and self.same_grid(route)
@@ -382,7 +393,7 @@ class Blocks(Sink):
             if route in self.largest_code:
                 facts.see_codes(self.largest_code[route][at].view(self.codes.dtype), scales, at)
 
-    def _scales(self, route: Route) -> torch.Tensor:
+    def scales_of(self, route: Route) -> torch.Tensor:
         """Return the live scales of all blocks that a route touches."""
         (start, stop), (left, right) = route.to[-2:]
         above, below, left, right = start // self.high, -(-stop // self.high), left // self.wide, -(-right // self.wide)
@@ -399,7 +410,7 @@ class Blocks(Sink):
         else:
             for m in matrices:
                 codes.add(self._read(m, start, stop)[:, left:right])
-        return together([codes.digest(), fingerprint(self._scales(route))])
+        return together([codes.digest(), fingerprint(self.scales_of(route))])
 
     def read_rows(self, route: Route, first: int, last: int, into: Fingerprint) -> None:
         """Add the codes of rows [first, last) of a route's part, which lies in one matrix, to a fingerprint."""
@@ -574,7 +585,7 @@ def count_rows(tensor: torch.Tensor) -> int:
     return tensor.shape[0] if tensor.shape else 1
 
 
-def _viewed(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+def viewed(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
     """Return a view of a tensor in another shape; None if its strides have none."""
     try:
         return tensor if tensor.shape == shape else tensor.view(shape)

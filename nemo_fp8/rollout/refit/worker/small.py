@@ -1,0 +1,156 @@
+"""Write all small tensors of a message by one call of a kernel: their ways are rows of a table that a plan keeps.
+
+A norm, or a matrix of some blocks, takes a kernel a few microseconds, and Python takes two hundred to bring it there
+through its sink and to tell of it. A model of many experts has little else. But a plan knows all of the way beforehand,
+except where the values of the next push will lie:
+
+    kept          where a tensor goes, as the job of a kernel (several.py), and its name in receipts
+    filled in     the address of its values
+    told          in the end, the facts that a sink would tell, made of what the kernel summed up
+
+The table has tensors that a sink would copy or quantize by one call on a CPU, and that come whole. All others take
+their sinks, and so do all of a push that compares its casts with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels.cpu import BYTES_FOR_THREADS, MAGNITUDES, CastJob, SumsJob, has_rows, sums_job
+from nemo_fp8.numerics.kernels.several import Casts, Sums
+from nemo_fp8.numerics.statistics import TOTALS
+from nemo_fp8.rollout.refit.fingerprint import as_matrix, digest_of, together
+from nemo_fp8.rollout.refit.manifest import Manifest
+from nemo_fp8.rollout.refit.worker.layouts import COUNTED, LARGEST, Facts, Tally
+from nemo_fp8.rollout.refit.worker.routes import Route, Target
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, inside, name_of, viewed, word
+
+if TYPE_CHECKING:
+    from nemo_fp8.rollout.refit.worker.plan import Plan
+
+Place = tuple[int, int]
+"""A tensor's number in the manifest, and the address of its values."""
+
+
+class Way(NamedTuple):
+    """How one tensor is written."""
+
+    job: int
+    """The number of its job, and of that which sums up its scales."""
+    skipped: int
+    """Bytes from the tensor's first value to the first that this worker holds."""
+    name: str
+    """The name of the part that this worker holds."""
+    size: tuple[int, int]
+    """Rows that are written, and bytes of each."""
+    live: torch.Tensor
+    """Where values are copied to, or the scales of the codes that they become."""
+    scale: str = ""
+    """The kind of these scales."""
+    aligned: bool = True
+    """Whether their blocks are those of the unsharded tensor."""
+
+
+class Table:
+    """The small tensors of a plan, and what the last push brought of them."""
+
+    def __init__(self, plan: Plan, sinks: Mapping[Target, Sink]) -> None:
+        self.places = places_of(sinks)
+        """Where the sinks write; the table is right as long as they write there."""
+        self._copied, self._cast = dict[int, Way](), dict[int, Way]()
+        copies, casts, scales, dtypes = list[SumsJob](), list[CastJob](), list[SumsJob](), list[torch.dtype]()
+        for i, (route, *others) in plan.routes.by_entry.items() if build.library() is not None else ():
+            sink = sinks[route.target]
+            if others or i in plan.stacks or not _held(sink) or (x := _part(route, plan.manifest)) is None:
+                continue
+            start, name = x.storage_offset() * x.itemsize, name_of(route)
+            if isinstance(sink, InPlace) and (into := _place(sink, route, x)) is not None:
+                self._copied[i] = Way(len(copies), start, name, _size(into), inside(sink.live, route.to))
+                copies.append(sums_job(x, into, MAGNITUDES[x.dtype]))
+                dtypes.append(x.dtype)
+            elif isinstance(sink, Blocks) and (job := sink.job(route, x)) is not None:
+                live, kind = as_matrix(sink.scales_of(route)), sink.operand.scale
+                size = (x.shape[0], x.shape[1])
+                self._cast[i] = Way(len(casts), start, name, size, live, kind, sink.same_grid(route))
+                casts.append(job)
+                scales.append(sums_job(live, None, 0))
+        self._copies, self._casts, self._scales = Sums(copies, dtypes), Casts(casts), Sums(scales)
+        self._where_scales = [job.x for job in scales]
+        self.entries = {*self._copied, *self._cast}
+        """Numbers of the tensors that are written by this table."""
+
+    def write(self, places: Iterable[Place]) -> None:
+        """Write tensors, which are whole."""
+        for ways, jobs in ((self._copied, self._copies), (self._cast, self._casts)):
+            mine = [(ways[i].job, at + ways[i].skipped) for i, at in places if i in ways]
+            if mine:
+                jobs.run(*zip(*mine, strict=True))
+
+    def tell(self, entries: Iterable[int], tally: Tally) -> None:
+        """Tell a push's facts of the tensors that were written."""
+        entries = [*entries]
+        for ways, told in ((self._copied, self._of_copies), (self._cast, self._of_casts)):
+            mine = [i for i in entries if i in ways]
+            if mine:
+                told([ways[i] for i in mine], [tally.facts[i] for i in mine])
+
+    def _of_copies(self, ways: list[Way], all_: list[Facts]) -> None:
+        counts = torch.zeros(len(ways), len(COUNTED), dtype=torch.float64)
+        counts[:, LARGEST] = self._copies.largest()[[way.job for way in ways]]
+        finite = counts[:, LARGEST].isfinite().tolist()
+        for way, facts, row, good in zip(ways, all_, counts.split(1), finite, strict=True):
+            facts.kind, facts.counts = word(way.live.dtype), row
+            facts.fingerprints[way.name] = digest_of(*way.size, self._copies.sums(way.job))
+            if not good:
+                facts.count_nonfinite(way.live)
+
+    def _of_casts(self, ways: list[Way], all_: list[Facts]) -> None:
+        jobs = [way.job for way in ways]
+        self._scales.run(jobs, [self._where_scales[job] for job in jobs])
+        counts = torch.zeros(len(ways), len(COUNTED), dtype=torch.float64)
+        counts[:, : len(TOTALS)] = torch.from_numpy(self._casts.totals[jobs])
+        for way, facts, row in zip(ways, all_, counts.split(1), strict=True):
+            facts.kind, facts.counts, facts.aligned = "fp8", row, way.aligned
+            scales = digest_of(*_size(way.live), self._scales.sums(way.job))
+            facts.fingerprints[way.name] = together([digest_of(*way.size, self._casts.sums(way.job)), scales])
+            facts.count_scales(way.live, way.scale)
+
+
+def places_of(sinks: Mapping[Target, Sink]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the addresses and strides of what sinks write at once."""
+    return [(held.data_ptr(), held.stride()) for sink in sinks.values() for held in _held(sink)]
+
+
+def _held(sink: Sink) -> tuple[torch.Tensor, ...]:
+    """Return what a sink of a CPU writes as soon as values come."""
+    held = (sink.codes, sink.scales) if isinstance(sink, Blocks) else (sink.live,) if isinstance(sink, InPlace) else ()
+    return held if all(one.is_cpu for one in held) else ()
+
+
+def _size(matrix: torch.Tensor) -> tuple[int, int]:
+    return matrix.shape[0], matrix.shape[1] * matrix.itemsize
+
+
+def _part(route: Route, manifest: Manifest) -> torch.Tensor | None:
+    """Return the part of a tensor that a route takes, as a matrix without memory; None if it has no rows, or is
+    large."""
+    entry = manifest[route.entry]
+    if not route.source or route.made is not None or entry.torch_dtype not in MAGNITUDES:
+        return None
+    part = inside(torch.empty(entry.shape, dtype=entry.torch_dtype, device="meta"), route.source)
+    if not 0 < part.nbytes <= BYTES_FOR_THREADS or not (part.dim() < 3 or part.is_contiguous()):
+        return None
+    return as_matrix(part)
+
+
+def _place(sink: InPlace, route: Route, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the memory that a part is copied to, as a matrix; None if it is none, or of another type."""
+    place = inside(sink.live, route.to)
+    if place.dtype != x.dtype:
+        return None
+    into = viewed(place, x.shape)
+    return into if into is not None and has_rows(into) else None
