@@ -67,7 +67,7 @@ class Table:
             sink = sinks[route.target]
             if others or i in plan.stacks or not _held(sink) or (x := _part(route, plan.manifest)) is None:
                 continue
-            start, name = x.storage_offset() * x.itemsize, name_of(route)
+            start, name = int(x.storage_offset()) * x.itemsize, name_of(route)
             if isinstance(sink, InPlace) and (into := _place(sink, route, x)) is not None:
                 self._copied[i] = Way(len(copies), start, name, _size(into), inside(sink.live, route.to))
                 copies.append(sums_job(x, into, MAGNITUDES[x.dtype]))
@@ -102,7 +102,7 @@ class Table:
         counts = torch.zeros(len(ways), len(COUNTED), dtype=torch.float64)
         counts[:, LARGEST] = self._copies.largest()[[way.job for way in ways]]
         finite = counts[:, LARGEST].isfinite().tolist()
-        for way, facts, row, good in zip(ways, all_, counts.split(1), finite, strict=True):
+        for way, facts, row, good in zip(ways, all_, torch.split(counts, 1), finite, strict=True):
             facts.kind, facts.counts = word(way.live.dtype), row
             facts.fingerprints[way.name] = digest_of(*way.size, self._copies.sums(way.job))
             if not good:
@@ -113,7 +113,7 @@ class Table:
         self._scales.run(jobs, [self._where_scales[job] for job in jobs])
         counts = torch.zeros(len(ways), len(COUNTED), dtype=torch.float64)
         counts[:, : len(TOTALS)] = torch.from_numpy(self._casts.totals[jobs])
-        for way, facts, row in zip(ways, all_, counts.split(1), strict=True):
+        for way, facts, row in zip(ways, all_, torch.split(counts, 1), strict=True):
             facts.kind, facts.counts, facts.aligned = "fp8", row, way.aligned
             scales = digest_of(*_size(way.live), self._scales.sums(way.job))
             facts.fingerprints[way.name] = together([digest_of(*way.size, self._casts.sums(way.job)), scales])

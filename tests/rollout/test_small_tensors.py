@@ -1,0 +1,150 @@
+"""Small tensors are written by a table, in one call for a message: the same bits and facts as by their sinks."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rollout.test_reload import differing, held
+from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.models import stacked
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.numerics import quantize
+from nemo_fp8.rollout import Refit
+from nemo_fp8.rollout.refit import Manifest, SharedWeights, fingerprint
+from nemo_fp8.rollout.refit.worker.layouts import ROWS, Tally
+from nemo_fp8.rollout.refit.worker.plan import Plan
+from nemo_fp8.rollout.refit.worker.routes import Route, Target
+from nemo_fp8.rollout.refit.worker.session import Session
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace
+from nemo_fp8.rollout.refit.worker.small import Table
+
+BLOCK = Operand("e4m3", (128, 128), "fp32")
+NORM, Q_PROJ = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def moe(checkpoint):
+    return build(checkpoint("qwen3_moe", 0), last_layers=1), weights_of(checkpoint("qwen3_moe", 1))
+
+
+def facts_of(receipt):
+    return {t.name: t for t in receipt.tensors}
+
+
+@pytest.mark.parametrize("scale", ["fp32", "pow2"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_bits_and_facts_are_those_of_the_sinks(checkpoint, kind, scale, monkeypatch):
+    tensors, written = weights_of(checkpoint(kind, 1)), []
+    tensors[NORM][3], tensors[Q_PROJ][5, 7] = float("nan"), float("inf")
+    by_table, by_sinks = (build(checkpoint(kind, 0), last_layers=1, weight_scale=scale) for _ in range(2))
+    write = Table.write
+    monkeypatch.setattr(Table, "write", lambda table, places: (written.append(len(places)), write(table, places)))
+    found = Refit(Worker(by_table)).push(tensors)
+    assert sum(written) > len(tensors) / 2
+    monkeypatch.setattr("nemo_fp8.rollout.refit.worker.small._held", lambda sink: ())
+    expected = Refit(Worker(by_sinks)).push(tensors)
+    assert found.fingerprint == expected.fingerprint
+    assert [*map(repr, found.tensors)] == [*map(repr, expected.tensors)]  # a NaN is no other's equal
+    assert facts_of(found)[NORM].nonfinite == facts_of(found)[Q_PROJ].nonfinite == 1
+    assert [p.what for p in found.problems] == [p.what for p in expected.problems]
+    assert differing(held(by_table), held(by_sinks)) == []
+
+
+def test_no_small_tensor_takes_its_sink(moe, monkeypatch):
+    """Experts that come one by one are small: a message of them is a call, however many they are."""
+    from nemo_fp8.numerics.kernels import cpu, several
+
+    model, tensors = moe
+    calls, run = Counter(), several._Several._run
+    monkeypatch.setattr(several._Several, "_run", lambda *a: (calls.update([a[0]._function]), run(*a)))
+    refit, weights = Refit(Worker(model)), SharedWeights(tensors)
+    refit.push(weights)
+    calls.clear()
+    cast = cpu.quantize_summed
+    monkeypatch.setattr(cpu, "quantize_summed", lambda *a: (calls.update(["alone"]), cast(*a))[1])
+    refit.push(weights).require()
+    assert calls == {"nemo_fp8_quantize_several": 1, "nemo_fp8_sums_several": 2}  # copies, and scales in the end
+    refit.push(stacked(weights)).require()
+    assert calls["alone"] == 6  # stacks are no small tensors
+
+
+def test_the_table_is_kept_until_a_parameter_moves(moe, monkeypatch):
+    model, tensors = moe
+    made, init = [], Table.__init__
+    monkeypatch.setattr(Table, "__init__", lambda *a: (made.append(1), init(*a))[1])
+    refit = Refit(Worker(model))
+    first = refit.push(tensors).require()
+    refit.push(tensors).require()
+    assert len(made) == 1
+    layer = model.get_submodule("model.layers.1.input_layernorm")
+    layer.weight.data, left = torch.zeros_like(layer.weight.data), layer.weight.data
+    left.fill_(7)
+    assert refit.push(tensors).require().fingerprint == first.fingerprint
+    assert len(made) == 2
+    assert torch.equal(layer.weight.data, tensors[NORM])
+    assert bool((left == 7).all())
+
+
+def test_what_a_message_brings_a_part_of_takes_its_sink(checkpoint):
+    """Cut into pieces of a block of rows, most small tensors still come whole, and the receipt is the same."""
+    tensors = weights_of(checkpoint("qwen3", 1))
+    model, other = build(checkpoint("qwen3", 0)), build(checkpoint("qwen3", 0))
+    whole, cut = Refit(Worker(model)).push(tensors), Refit(Worker(other), chunk=2**20).push(tensors)
+    assert cut.chunks > 20
+    assert whole.fingerprint == cut.fingerprint
+    assert differing(held(model), held(other)) == []
+
+
+def test_a_worker_of_several_writes_its_part():
+    """Rows 128 to 256 of one tensor, columns 128 to 256 of another, and the second half of a vector."""
+    draws = torch.Generator().manual_seed(0)
+    tensors = {n: torch.randn(256, 256, generator=draws).bfloat16() for n in ("rows", "columns")}
+    tensors["vector"] = torch.randn(300, generator=draws).bfloat16()
+    manifest, parts, sinks, tally = Manifest.of(tensors), {}, {}, Tally()
+    boxes = {"rows": ((128, 256), (0, 256)), "columns": ((0, 256), (128, 256)), "vector": ((150, 300),)}
+    for i, (name, source) in enumerate(boxes.items()):
+        shape = tuple(b - a for a, b in source)
+        target, to = Target(name, "weight", shape, torch.bfloat16), tuple((0, n) for n in shape)
+        view = (shape, tensors[name].stride(), 0)
+        route = Route(i, tuple(tensors[name].shape), source, view, target, to)
+        if name == "vector":
+            sinks[target] = InPlace(tally, torch.zeros(shape).bfloat16(), (), manifest)
+        else:
+            codes, scales = torch.empty(shape, dtype=torch.float8_e4m3fn), torch.empty([n // 128 for n in shape])
+            sinks[target] = Blocks(tally, codes, scales, ROWS, BLOCK, [route], False)
+        parts[i] = [route]
+    table = Table(SimpleNamespace(routes=SimpleNamespace(by_entry=parts), manifest=manifest, stacks={}), sinks)
+    assert table.entries == {0, 1, 2}
+    table.write([(i, tensor.data_ptr()) for i, tensor in enumerate(tensors.values())])
+    table.tell([0, 1, 2], tally)
+    for i, (sink, name) in enumerate(zip(sinks.values(), boxes, strict=True)):
+        mine = tensors[name][tuple(slice(*one) for one in boxes[name])]
+        if name == "vector":
+            assert torch.equal(sink.live, mine)
+            expected = fingerprint(mine)
+        else:
+            good = quantize(mine, BLOCK)
+            assert torch.equal(sink.codes[0].view(torch.uint8), good.data.view(torch.uint8))
+            expected = fingerprint(good.data, good.scale_inv)
+        assert [*tally.facts[i].fingerprints.values()] == [expected]
+
+
+def test_vectors_of_many_elements_are_fingerprinted_as_anywhere():
+    long = {"norm": torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    target, tally, live = Target("norm", "weight", (5000,), torch.bfloat16), Tally(), torch.zeros(5000).bfloat16()
+    route = Route(0, (5000,), ((0, 5000),), ((5000,), (1,), 0), target, ((0, 5000),))
+    manifest = Manifest.of(long)
+    sinks = {target: InPlace(tally, live, (), manifest)}
+    table = Table(SimpleNamespace(routes=SimpleNamespace(by_entry={0: [route]}), manifest=manifest, stacks={}), sinks)
+    table.write([(0, long["norm"].data_ptr())])
+    table.tell([0], tally)
+    assert [*tally.facts[0].fingerprints.values()] == [fingerprint(long["norm"])]
+
+
+def test_a_push_that_verifies_takes_every_sink(moe):
+    model, tensors = moe
+    plan = Plan(model, Manifest.of(tensors))
+    assert Session(plan, "test", verify=True).table is None
+    assert Session(plan, "test", verify=False).table.entries
