@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_cases import build_for
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
@@ -15,7 +16,7 @@ from nemo_fp8.numerics import quantize
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import fingerprint
 from nemo_fp8.rollout.refit.channel import LARGEST
-from nemo_fp8.rollout.refit.fingerprint import Fingerprint, together
+from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums, together
 from nemo_fp8.rollout.refit.ledger import FIRST, Cast, Ledger, Patchable, Plane, Room
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
@@ -82,7 +83,7 @@ def test_no_bytes_are_believed(strip, data):
     raw = np.frombuffer(data.draw(st.binary(min_size=(n := size_of(strip, steps, others, 1)), max_size=n)), np.uint8)
     live = torch.zeros(strip, dtype=torch.uint8)
     place = place_of((strip,), ((0, strip),), ((0, strip),), live)
-    added = kernel.add(raw, strip, steps, others, 1, first=0, shape=(strip, 1), places=[place])
+    (added,) = kernel.add([kernel.Addition(raw, strip, steps, others, 1, 0, (strip, 1), [place])])
     try:
         lists = decode(raw, strip, steps, others, 1)
     except PrecisionError:
@@ -262,7 +263,7 @@ def _added(shape, source, to, live, patch, back):
     (strip, steps, others, raw), width = patch, live.itemsize
     place = place_of(shape, source, to, live)
     matrix = (shape[-2] if len(shape) > 1 else strip, shape[-1] if len(shape) > 1 else 1)
-    done = kernel.add(raw, strip, steps, others, width, first=0, shape=matrix, places=[place], back=back)
+    (done,) = kernel.add([kernel.Addition(raw, strip, steps, others, width, 0, matrix, [place])], back)
     return done, live.clone()
 
 
@@ -294,6 +295,40 @@ def test_the_kernel_adds_what_numpy_adds(shape, source, to, there, width):
     assert np.array_equal(added.numpy().view(PATTERNS[width]), expected)
     assert not torch.equal(added, before)
     assert torch.equal(_added(shape, source, to, live, patch, back=True)[1], before)
+
+
+@pytest.mark.parametrize("isa", ["native", "avx2", "plain"])
+@pytest.mark.parametrize("box", [((0, 2048), (0, 256)), ((100, 2000), (0, 256)), ((0, 1030), (64, 200))], ids=str)
+def test_patches_are_added_together_and_their_rows_summed_up(isa, box, monkeypatch):
+    """By all threads. One among them is no patch: it says so, nothing of it is added, and the others are."""
+    build_for(isa, monkeypatch)
+    draws, shape, each = np.random.default_rng(0), (2048, 256), 512
+    live = torch.from_numpy(draws.integers(0, 127, shape, dtype=np.uint8))
+    before, (rows, columns) = live.clone(), box
+    place = place_of(shape, box, box, live)
+    additions, bad, sums = [], 2, []
+    for n in range(4):
+        positions = np.flatnonzero(draws.random(each * 256) < 0.1)
+        by = np.where(draws.random(len(positions)) < 0.7, 1, 5).astype(np.uint8)
+        steps, others, raw = encode(each * 256, positions, by)
+        if n == bad:
+            raw[-len(raw) // 2 :] = 0xFF
+        mine = min(rows[1], (n + 1) * each) - max(rows[0], n * each)
+        sums.append((torch.empty(max(mine, 0), dtype=torch.int64), torch.empty(-(-(columns[1] - columns[0]) // 8))))
+        sums[-1] = (sums[-1][0], sums[-1][1].to(torch.int64))
+        room = {0: sums[-1]} if mine > 0 else {}
+        additions.append(kernel.Addition(raw, each * 256, steps, others, 1, n * each * 256, shape, [place], room))
+    done = kernel.add(additions)
+    assert done == [n != bad for n in range(4)]
+    part = live[slice(*rows), slice(*columns)]
+    assert torch.equal(live[bad * each : (bad + 1) * each], before[bad * each : (bad + 1) * each])
+    for n in {*range(4)} - {bad}:
+        here = live[max(rows[0], n * each) : min(rows[1], (n + 1) * each), slice(*columns)]
+        if len(here):
+            assert all(torch.equal(a, b) for a, b in zip(sums[n], _sums(here)[:2], strict=True))
+    assert not torch.equal(part, before[slice(*rows), slice(*columns)])
+    live[slice(*rows), slice(*columns)] = before[slice(*rows), slice(*columns)]
+    assert torch.equal(live, before)  # nothing outside of the box
 
 
 def test_a_route_that_turns_a_tensor_over_has_no_place():

@@ -3,7 +3,8 @@
        find    one pass over the old rows and the new ones skips what is equal, takes the new words over, carries the sums of a
                fingerprint (fp8_sums.c) through them, and writes each patch as soon as its last word was seen; new rows that are
                codes are made here, a few at a time, and compared while they are in a cache: they never go to memory
-       add     a patch is read, and refused if it is none, before its first difference is added
+       add     a patch is read, and refused if it is none, before its first difference is added; if wanted, its rows are summed up for
+               a fingerprint afterwards, as they lie in memory then, while a cache has them
 
    Threads take whole patches, so nobody waits for the lists of another. Each has sums of its own for the columns and adds them to the
    others' in the end: few words change, and two threads that write to one line of the cache wait for it each time. */
@@ -11,6 +12,7 @@
 #include <stdlib.h>
 
 #include "fp8_job.h"
+#include "fp8_sums.h"
 
 enum {
     AT_A_TIME = 512, /* words of a row that are compared before the next ones */
@@ -259,8 +261,9 @@ int nemo_fp8_find(find_job *j) {
 
 /* ---------------------------------------------------------------------------------------------------------------- add */
 
-/* Where a box of a tensor [matrices, rows, columns] lies: its first element, and the bytes from one to the next in each dimension. */
-typedef struct place { char *to; int64_t first[3], last[3], strides[3]; } place;
+/* Where a box of a tensor [matrices, rows, columns] lies: its first element, and the bytes from one to the next in each dimension. Of a
+   box of the only matrix, whose rows lie in one piece each, the sums of the rows that a patch is of may be wanted. */
+typedef struct place { char *to; int64_t first[3], last[3], strides[3]; int64_t *of_rows, *of_columns; } place;
 
 typedef struct add_job {
     const uint8_t *raw;
@@ -268,6 +271,7 @@ typedef struct add_job {
     int64_t strip, steps, others; /* elements of the strip, and the lengths of both lists */
     int64_t first, rows, columns; /* the place of the strip's first element; the rows of a matrix, and its columns */
     int32_t width, places_count, back; /* `back` subtracts */
+    int32_t done; /* 1 if it was added; 0 if it is no patch, and -1 if there is no memory for it: then nothing was changed */
 } add_job;
 
 INLINE void add_to(char *x, uint32_t by, int width) {
@@ -298,15 +302,26 @@ INLINE void add_list(const add_job *j, const place *p, const uint32_t *positions
     }
 }
 
+static void sum_up(const add_job *j, const place *p) {
+    int64_t first = j->first / j->columns, end = (j->first + j->strip) / j->columns, row = 0;
+    if (first < p->first[1]) first = p->first[1];
+    if (end > p->last[1]) end = p->last[1];
+    sums_job s = {.x = p->to + (first - p->first[1]) * p->strides[1], .of_rows = p->of_rows, .stride = p->strides[1]};
+    s.bytes = (p->last[2] - p->first[2]) * j->width, s.rows = end - first;
+    memset(p->of_columns, 0, (size_t)((s.bytes + 7) / 8 * 8));
+    for (; row + ABREAST <= s.rows; row += ABREAST) sum_rows(&s, row, ABREAST, (uint64_t *)p->of_columns, NO_MAGNITUDES, NOWHERE);
+    for (; row < s.rows; row++) sum_rows(&s, row, 1, (uint64_t *)p->of_columns, NO_MAGNITUDES, NOWHERE);
+}
+
 INLINE void add_all(const add_job *j, const uint32_t *positions, const uint8_t *ups, const uint8_t *by, int width) {
     for (const place *p = j->places; p < j->places + j->places_count; p++) {
         add_list(j, p, positions, j->steps, ups, NULL, width);
         add_list(j, p, positions + j->steps, j->others, NULL, by, width);
+        if (p->of_rows) sum_up(j, p);
     }
 }
 
-/* Returns 1 if the patch was added, 0 if it is none, and -1 if there is no memory for it; then nothing was changed. */
-int nemo_fp8_add(const add_job *j) {
+static int added(const add_job *j) {
     uint32_t *positions = malloc((size_t)(j->steps + j->others + 1) * sizeof *positions);
     if (!positions) return -1;
     const uint8_t *ups = j->raw + size_of_positions(j->strip, j->steps), *second = ups + in_bytes(j->steps);
@@ -316,3 +331,13 @@ int nemo_fp8_add(const add_job *j) {
     free(positions);
     return good;
 }
+
+/* Patches of different rows, so that threads can take one each. */
+typedef struct adds_job { add_job *all; parallel_function *parallel; int64_t n; int32_t threads; _Atomic int64_t next; } adds_job;
+
+static void work_add(void *argument) {
+    adds_job *j = argument;
+    for (int64_t i; (i = atomic_fetch_add(&j->next, 1)) < j->n;) j->all[i].done = added(j->all + i);
+}
+
+void nemo_fp8_add(adds_job *j) { share(work_add, j, j->threads, j->parallel); }

@@ -1,7 +1,7 @@
 """Find what changed in rows of bit patterns, and add it elsewhere, at memory speed: `fp8_patch.c` from Python.
 
     find(old, new, out, ...)   ->  patches of the rows, in the format of nemo_fp8.rollout.refit.patch
-    add(raw, ..., places)      ->  whether it was a patch; then it is added where the places say
+    add(additions)             ->  of each whether it was a patch; then it is added where its places say
 
 Both work on a CPU's memory, and return None without a C compiler; the caller computes in numpy then, to the same bits.
 """
@@ -9,18 +9,21 @@ Both work on a CPU's memory, and return None without a C compiler; the caller co
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nemo_fp8.numerics.kernels import build
-from nemo_fp8.numerics.kernels.cpu import CastJob, parallel, threads
+from nemo_fp8.numerics.kernels.cpu import ELEMENTS_FOR_THREADS, CastJob, parallel, threads
 
 Bytes = NDArray[np.uint8]
 Found = tuple[int, int, Bytes, int, int]
 """(steps, others, bytes of the patch, elements that changed, largest pattern that is new, without its sign)"""
+Sums = tuple[torch.Tensor, torch.Tensor]
+"""The wrapping sums of 64-bit words, by row and by column."""
 
 
 class Part(ctypes.Structure):
@@ -38,6 +41,7 @@ class Place(ctypes.Structure):
     _fields_ = (
         ("to", ctypes.c_void_p),
         *((name, ctypes.c_int64 * 3) for name in ("first", "last", "strides")),
+        *((name, ctypes.c_void_p) for name in ("of_rows", "of_columns")),
     )
 
 
@@ -59,8 +63,38 @@ class _AddJob(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("raw", "places")),
         *((name, ctypes.c_int64) for name in ("strip", "steps", "others", "first", "rows", "columns")),
-        *((name, ctypes.c_int32) for name in ("width", "places_count", "back")),
+        *((name, ctypes.c_int32) for name in ("width", "places_count", "back", "done")),
     )
+
+
+class _AddsJob(ctypes.Structure):
+    """`struct adds_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("all", "parallel")),
+        ("n", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
+        ("next", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class Addition:
+    """A patch, and where to add it."""
+
+    raw: Bytes
+    """As many bytes as the counts ask for."""
+    strip: int
+    steps: int
+    others: int
+    width: int
+    first: int
+    """The number of the strip's first element in a tensor of matrices of ``shape``."""
+    shape: tuple[int, int]
+    places: Sequence[Place]
+    sums: Mapping[int, Sums] = field(default_factory=dict)
+    """Memory for the sums of those rows of the patch that lie at a place, as they are there afterwards, by the place's
+    number: one of a single matrix, whose rows lie in one piece each."""
 
 
 def find(
@@ -106,25 +140,30 @@ def find(
     ]
 
 
-def add(
-    raw: Bytes, strip: int, steps: int, others: int, width: int, *, first: int, shape: tuple[int, int],
-    places: Sequence[Place], back: bool = False,
-) -> bool | None:  # fmt: skip
-    """Add a patch at ``places``, or with ``back`` subtract it; return whether it was one, and None without a kernel.
+def add(additions: Sequence[Addition], back: bool = False) -> list[bool] | None:
+    """Add patches of different rows, or with ``back`` subtract them; return of each whether it was one, and None
+    without a kernel.
 
-    ``raw`` has as many bytes as the counts ask for, and ``first`` is the number of the strip's first element in a
-    tensor of matrices of ``shape``. What is no patch changes nothing. Raises MemoryError if there is none for its
-    positions.
+    What is no patch changes nothing. Raises MemoryError if there was none for the positions of one.
     """
     library = build.library()
     if library is None:
         return None
-    targets = (Place * len(places))(*places)
-    job = _AddJob(
-        raw=raw.ctypes.data, places=ctypes.addressof(targets), places_count=len(places), strip=strip, steps=steps,
-        others=others, first=first, rows=shape[0], columns=shape[1], width=width, back=back,
-    )  # fmt: skip
-    done = int(library.nemo_fp8_add(ctypes.byref(job)))
-    if done < 0:
+    jobs = (_AddJob * len(additions))()
+    kept = []
+    for job, one in zip(jobs, additions, strict=True):
+        targets = (Place * len(one.places))(*one.places)
+        for n, (of_rows, of_columns) in one.sums.items():
+            targets[n].of_rows, targets[n].of_columns = of_rows.data_ptr(), of_columns.data_ptr()
+        kept.append(targets)
+        job.raw, job.places, job.places_count = one.raw.ctypes.data, ctypes.addressof(targets), len(targets)
+        job.strip, job.steps, job.others, job.width = one.strip, one.steps, one.others, one.width
+        job.first, job.rows, job.columns, job.back = one.first, *one.shape, back
+    few = sum(one.strip for one in additions) < 2 * ELEMENTS_FOR_THREADS
+    adds = _AddsJob(
+        ctypes.addressof(jobs), parallel(), len(jobs), 1 if few or len(jobs) < 2 else torch.get_num_threads()
+    )
+    library.nemo_fp8_add(ctypes.byref(adds))
+    if any(job.done < 0 for job in jobs):
         raise MemoryError("no memory for the positions of a patch")
-    return done == 1
+    return [job.done == 1 for job in jobs]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -32,11 +32,21 @@ from numpy.typing import NDArray
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.kernels import patches as kernel
-from nemo_fp8.rollout.refit import patch
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint
 from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.memory import Opened
-from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, blocks_of, grid_of, matrix_of
+from nemo_fp8.rollout.refit.patch import (
+    LONGEST,
+    SCALES,
+    VALUES,
+    Positions,
+    blocks_of,
+    decode,
+    grid_of,
+    matrix_of,
+    no_patch,
+    size_of,
+)
 from nemo_fp8.rollout.refit.worker.layouts import ONE
 from nemo_fp8.rollout.refit.worker.packing import pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
@@ -47,6 +57,8 @@ from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, n
 MOST_KEPT = 1 << 28  # bytes of patches that are kept for the way back
 PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes of an element -> torch's type with that pattern, whose sums wrap."""
+Patch = tuple[tuple[int, ...], torch.Tensor]
+"""What is told of a patch (the first six numbers of ``patch.Patch``), and its bytes."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,7 @@ class Patching(Session):
         self.passed: dict[Route, tuple[Fingerprint, int]] = {}
         """Of a part that is being patched: the fingerprint of its first rows, and how many these are. No later patch
         changes them, so they are read while a cache has them."""
-        self.applied: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        self.applied: list[Patch] = []
         self.size = 0
         """The bytes of the patches so far; beyond MOST_KEPT they are not kept."""
         self.lost = False
@@ -142,31 +154,49 @@ class Patching(Session):
         for piece in pieces:
             (patches if isinstance(piece, list) and len(piece) == 7 else whole).append(piece)
         super().write(memory, whole)
+        some = []
         for piece in patches:
             about, size = self._checked_patch(piece)
             # A copy, which the sender cannot change while it is read; it is also the way back.
-            raw = memory.read(piece[-1], torch.uint8, (size,)).clone()
-            self._apply(about, raw)
+            some.append((about, memory.read(piece[-1], torch.uint8, (size,)).clone()))
+        if some:
+            self._apply(some)
         while len(self.patched) > 1:  # while the sender quantizes what follows
             self.read |= {route: self._read(route) for route in self._routes(self.patched.pop(0))}
 
-    def _apply(self, about: tuple[int, ...], raw: torch.Tensor) -> None:
-        """Add a patch, all of it or nothing, and keep it for the way back."""
-        before = self.written, self.lost
-        self.written, self.lost = True, True  # until it is added as a whole
-        try:
-            self._add(about, raw)
-        except PrecisionError:  # it is no patch, and nothing of it was added
-            self.written, self.lost = before
-            raise
-        for route in self._routes(about[0]):
+    def _apply(self, some: Sequence[Patch]) -> None:
+        """Add patches, each of them whole or not at all, and keep them for the way back.
+
+        Raises PrecisionError if one of them is none.
+        """
+        written, lost = self.written, self.lost
+        self.written, self.lost = True, True  # until all are added
+        outcomes = self._add(some)
+        good = [(patch, sums) for patch, sums in zip(some, outcomes, strict=True) if not isinstance(sums, Exception)]
+        self.written, self.lost = written or bool(good), lost
+        for patch, sums in good:
+            self._keep(*patch, sums)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    def _keep(self, about: tuple[int, ...], raw: torch.Tensor, sums: Mapping[Route, kernel.Sums]) -> None:
+        """Keep a patch that was added, and note what its tensor's rows are now."""
+        i, what, row, rows, *_ = about
+        for route in self._routes(i):
             self.read.pop(route, None)  # it was not the tensor's last patch
-        if about[1] == VALUES:
-            self._pass(about[0], about[2] + about[3])
-        if about[0] not in self.patched:
-            self.patched.append(about[0])
+        if what == VALUES:
+            self._pass(i, row)
+            for route, (of_rows, of_columns) in sums.items():
+                codes, passed = self.passed[route]
+                left, right = route.to[-1]
+                codes.add_sums(of_rows, of_columns, right - left)
+                self.passed[route] = codes, passed + len(of_rows)
+            self._pass(i, row + rows)
+        if i not in self.patched:
+            self.patched.append(i)
         self.size += len(raw)
-        self.lost = before[1] or self.size > MOST_KEPT
+        self.lost = self.lost or self.size > MOST_KEPT
         if self.lost:
             self.applied.clear()
         else:
@@ -176,8 +206,9 @@ class Patching(Session):
         """Read all codes of tensor ``i`` before ``row`` that were not read yet."""
         for route in self._routes(i):
             sink = self.sinks[route.target]
-            if isinstance(sink, Blocks) and route.source is not None and len(route.source) == 2:
-                start, stop = route.source[0]
+            mine = _rows_of_one(route)
+            if isinstance(sink, Blocks) and mine is not None:
+                start, stop = mine
                 codes, done = self.passed.get(route, (Fingerprint(), 0))
                 passed = max(done, min(row, stop) - start)
                 sink.read_rows(route, done, passed, codes)
@@ -213,7 +244,7 @@ class Patching(Session):
         if min(steps, others) < 0 or not 0 < steps + others <= rows * columns:
             raise bad_piece(piece, f"It has {rows * columns} elements")
         self.next[i, what] = row + rows
-        return tuple(piece[:-1]), patch.size_of(rows * columns, steps, others, width)
+        return tuple(piece[:-1]), size_of(rows * columns, steps, others, width)
 
     def _plane(self, i: int, what: int) -> tuple[tuple[int, int], int]:
         """Return the rows and columns of what a patch changes, and the bytes of an element."""
@@ -237,23 +268,47 @@ class Patching(Session):
         return matrix_of(grid_of(entry.shape, block)), sink.scales.itemsize
 
     @torch.no_grad()
-    def _add(self, about: tuple[int, ...], raw: torch.Tensor, back: bool = False) -> None:
-        """Add a patch where the elements of a tensor lie in this worker's memory, or subtract it.
+    def _add(self, some: Sequence[Patch], back: bool = False) -> list[Mapping[Route, kernel.Sums] | PrecisionError]:
+        """Add patches of different rows where the elements of their tensors lie in this worker's memory, or subtract
+        them.
 
-        Raises PrecisionError if it is none; then nothing was added.
+        Return for each the sums of its rows by route, as they lie in memory then, where a kernel has made them; or an
+        error if it is no patch. Then nothing of it was added.
         """
+        outcomes: list[Mapping[Route, kernel.Sums] | PrecisionError] = [{} for _ in some]
+        known = {n: one for n, patch in enumerate(some) if (one := self._addition(*patch, not back)) is not None}
+        done = kernel.add([addition for addition, _ in known.values()], back)
+        for (n, (_, sums)), good in zip(known.items(), done or (), strict=False):
+            outcomes[n] = sums if good else no_patch("its positions are not increasing, or not as many as it says")
+        for n, (about, raw) in enumerate(some):
+            if done is None or n not in known:
+                try:
+                    self._add_slowly(about, raw, back)
+                except PrecisionError as error:
+                    outcomes[n] = error
+        return outcomes
+
+    def _addition(
+        self, about: tuple[int, ...], raw: torch.Tensor, summed: bool
+    ) -> tuple[kernel.Addition, Mapping[Route, kernel.Sums]] | None:
+        """Return a patch for the kernel, and memory for the sums of its rows if they are ``summed``; None if the kernel
+        does not know all places."""
         i, what, row, rows, steps, others = about
         (_, columns), width = self._plane(i, what)
-        bytes_, counts, first = raw.numpy(), (rows * columns, steps, others, width), row * columns
-        done, known = None, self._places(i, what)
-        if known is not None:
-            done = kernel.add(bytes_, *counts, first=first, shape=known[0], places=known[1], back=back)
-        if done is None:
-            for positions, differences in patch.decode(bytes_, *counts):
-                by = np.negative(differences) if back else differences
-                self._add_slowly(i, what, positions + first, by)
-        elif not done:
-            raise patch.no_patch("its positions are not increasing, or not as many as it says")
+        known, room = self._places(i, what), dict[Route, kernel.Sums]()
+        if known is None:
+            return None
+        for route in self._routes(i):
+            start, stop = _rows_of_one(route) or (0, 0)
+            mine = min(row + rows, stop) - max(row, start)
+            if summed and what == VALUES and mine > 0 and isinstance(self.sinks[route.target], Blocks):
+                left, right = route.to[-1]
+                words = -(-(right - left) // 8)
+                room[route] = (torch.empty(mine, dtype=torch.int64), torch.empty(words, dtype=torch.int64))
+        shape, places = known
+        sums = {n: room[route] for n, route in enumerate(self._routes(i)) if route in room}
+        counts = (rows * columns, steps, others, width)
+        return kernel.Addition(raw.numpy(), *counts, first=row * columns, shape=shape, places=places, sums=sums), room
 
     def _places(self, i: int, what: int) -> tuple[tuple[int, int], list[kernel.Place]] | None:
         """Return the shape of a tensor's matrices and where its parts lie, for the kernel; None if one of them is on a
@@ -288,17 +343,21 @@ class Patching(Session):
                 assert isinstance(sink, Blocks)
                 yield sink.scales if what == SCALES else sink.codes, shape, source, stacked(to)
 
-    def _add_slowly(self, i: int, what: int, positions: Positions, differences: Differences) -> None:
-        """Add differences at positions of the whole tensor, in numpy and torch."""
-        for route, (live, shape, source, to) in zip(self._routes(i), self._parts(i, what), strict=True):
-            here, places = moved(positions, shape, source, to)
-            sink = self.sinks[route.target]
-            if what == VALUES and isinstance(sink, Blocks):
-                places = (places[0], *sink.layout.where(places[1], places[2], sink.matrix[1]))
-            pattern = live.view(PATTERNS[live.itemsize])
-            index = tuple(torch.from_numpy(place).to(live.device) for place in places)
-            change = torch.from_numpy(differences[here].view(f"i{live.itemsize}")).view(pattern.dtype)
-            pattern[index] = pattern[index] + change.to(live.device)
+    def _add_slowly(self, about: tuple[int, ...], raw: torch.Tensor, back: bool) -> None:
+        """Add a patch in numpy and torch. Raises PrecisionError if it is none; then nothing was added."""
+        i, what, row, rows, steps, others = about
+        (_, columns), width = self._plane(i, what)
+        for positions, differences in decode(raw.numpy(), rows * columns, steps, others, width):
+            by = np.negative(differences) if back else differences
+            for route, (live, shape, source, to) in zip(self._routes(i), self._parts(i, what), strict=True):
+                here, places = moved(positions + row * columns, shape, source, to)
+                sink = self.sinks[route.target]
+                if what == VALUES and isinstance(sink, Blocks):
+                    places = (places[0], *sink.layout.where(places[1], places[2], sink.matrix[1]))
+                pattern = live.view(PATTERNS[live.itemsize])
+                index = tuple(torch.from_numpy(place).to(live.device) for place in places)
+                change = torch.from_numpy(by[here].view(f"i{live.itemsize}")).view(pattern.dtype)
+                pattern[index] = pattern[index] + change.to(live.device)
 
     @property
     def way_back(self) -> str:
@@ -308,8 +367,7 @@ class Patching(Session):
         if self.lost:
             return None
         self.lost = True  # until all of it is done
-        for about, raw in reversed(self.applied):
-            self._add(about, raw, back=True)
+        self._add(self.applied, back=True)
         self._pack(set())  # the push may have died after it packed
         return self.base
 
@@ -429,6 +487,11 @@ def _plain(kept: Keeping) -> list[Any]:
 
 
 # ---------------------------------------------------------------------- places
+
+
+def _rows_of_one(route: Route) -> tuple[int, int] | None:
+    """Return the first and the last row of the part of a matrix that a route takes; None if it is of no one matrix."""
+    return route.source[0] if route.source is not None and len(route.source) == 2 else None
 
 
 def stacked(box: Box) -> Box:
