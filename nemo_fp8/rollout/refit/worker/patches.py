@@ -118,10 +118,11 @@ def _has_one_scale(sink: Staged) -> bool:
 class Patching(Session):
     """A push of patches that is under way in this worker."""
 
+    tabled = False  # what comes whole is read from memory in the end, as all is
+
     def __init__(self, plan: Plan, number: str, base: str, sealed: Mapping[str, Any]) -> None:
         super().__init__(plan, number, verify=False)
         self.base, self.sealed, self.sealing = base, sealed, True
-        self.table = None  # fingerprints are read from memory
         self.untouched: dict[Sink, bool] = {}
         """Whether a layer that cannot be read is as the push ``base`` left it."""
         self.kept, _ = kept_by(plan, self.sinks)

@@ -68,6 +68,9 @@ def answering(method: Callable[[Any, Answer], Answer]) -> Callable[[Any, Answer]
 class Session:
     """One push that is under way in this worker. Every piece is checked against the manifest before it is written."""
 
+    tabled = True
+    """Whether small tensors are written by a table."""
+
     def __init__(self, plan: Plan, number: str, verify: bool) -> None:
         self.plan, self.number, self.verify = plan, number, verify
         self.tally = Tally()
@@ -87,7 +90,7 @@ class Session:
                 self.awaited[i].append(sink)
         self.waiting: dict[Route, dict[int, torch.Tensor]] = {}
         """Tensors that came of which the loader makes values together with others."""
-        self.table = None if verify else plan.table(self.sinks)
+        self.table = plan.table(self.sinks) if self.tabled and not verify else None
         """How small tensors are written; None where they take their sinks."""
         self.by_table: list[int] = []
         """The tensors that were."""
