@@ -344,6 +344,7 @@ def sums_job(x: torch.Tensor, into: torch.Tensor | None, magnitudes: int, **more
 
 
 def has_rows(matrix: torch.Tensor) -> bool:
+    """Return whether the rows of a matrix lie in one piece each."""
     return matrix.stride(1) == 1 or matrix.shape[1] == 1
 
 
