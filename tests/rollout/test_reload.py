@@ -1,7 +1,6 @@
 """A push as a worker sees it, in this process: one model, pieces of tensors from one buffer that is used again and
 again."""
 
-import ctypes
 import gc
 import platform
 import random
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.rollout import models
+from support.rollout import kept_memory
 from support.rollout.in_process import Worker, build, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +26,6 @@ from nemo_fp8.rollout.refit import Manifest
 from nemo_fp8.rollout.refit.memory import Opened, Shared
 from nemo_fp8.rollout.refit.wire import capacity, cut
 from nemo_fp8.rollout.refit.worker.layouts import ROWS, Tally
-from nemo_fp8.rollout.refit.worker.packing import _MMAP_THRESHOLD, _TRIM_THRESHOLD
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
@@ -138,32 +136,12 @@ def test_what_onednn_packs_lies_by_columns(checkpoint, here, monkeypatch):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="Another C library decides by itself what it keeps.")
-def test_a_weight_is_packed_where_the_old_copy_was(tmp_path, here, monkeypatch):
+def test_a_weight_is_packed_where_the_old_copy_was(here):
     """And not in fresh pages. Each page that is touched for the first time is a fault, which Linux counts."""
     if not here.packs_bf16:
         pytest.skip("A CPU without AVX-512 multiplies by the weight itself.")
-    paths = [models.write(tmp_path / str(i), "qwen3", i, hidden=1024, layers=1, intermediate=12288) for i in (0, 1)]
-    model, tensors = build(paths[0], quantized=False), [weights_of(path) for path in paths]
-    largest = 2 * 12288 * 1024 * 2  # gate and up
-
-    def as_glibc_does(largest):
-        """Map each piece over 32 MB by itself. Pushes of other tests in this process have told it otherwise."""
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_TRIM_THRESHOLD, 64 << 20)
-
-    def faults(pushes):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for i in range(pushes):
-            assert push(model, tensors[i % 2]).plan.largest_packed == largest
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / pushes
-
-    with monkeypatch.context() as patched:
-        patched.setattr("nemo_fp8.rollout.refit.worker.session.keep_freed", as_glibc_does)
-        faults(2)
-        fresh = faults(4)
-    faults(2)
-    assert faults(4) < fresh - 0.5 * largest / resource.getpagesize()
+    fresh, kept = kept_memory.faults()
+    assert kept < fresh - 0.5 * kept_memory.LARGEST / resource.getpagesize(), (fresh, kept)
 
 
 def test_what_waits_beside_the_model_is_counted(checkpoint, qwen3):

@@ -284,13 +284,13 @@ _COUNTED = ("signal", "noise", "largest", *_SHOWN)
 
 def _together(told: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Combine what workers counted of a tensor: for each expert of a stack, or for the one tensor."""
-    if len(told) == 1:  # experts are many, and so is their time
-        (one,) = told
-        return {name: one[name] if isinstance(one[name], list) else [one[name]] for name in _COUNTED}
     experts, found = max(1, *(one["experts"] for one in told)), {}
     for name in _COUNTED:
         rows = [one[name] if isinstance(one[name], list) else [one[name]] * experts for one in told]
-        found[name] = [*map(_largest if name == "largest" else sum, zip(*rows, strict=True))]
+        if len(rows) == 1:  # experts are many, and so is their time
+            (found[name],) = rows
+        else:
+            found[name] = [*map(_largest if name == "largest" else sum, zip(*rows, strict=True))]
     return found
 
 
