@@ -23,28 +23,36 @@ def faults():
 
 def main(_executor, answer, folder):
     settings.put_in_place()
-    from nemo_fp8.rollout import Refit
+    import torch
+    from vllm.config import set_current_vllm_config
+
+    from nemo_fp8.rollout.refit import Manifest
     from nemo_fp8.rollout.refit.worker import session
+    from nemo_fp8.rollout.refit.worker.plan import Plan
     from support.rollout import models
-    from support.rollout.in_process import Worker, build, weights_of
+    from support.rollout.in_process import build, weights_of
 
     shape = {"hidden": 1024, "layers": 1, "intermediate": 12288}
     paths = [models.write(Path(folder) / str(i), "qwen3", i, **shape) for i in (0, 1)]
-    worker, tensors = Worker(build(paths[0], quantized=False)), [weights_of(path) for path in paths]
-    refit, keep_freed = Refit(worker), session.keep_freed
+    model, tensors, found = build(paths[0], quantized=False), [weights_of(path) for path in paths], []
+    plan, keep_freed = Plan(model, Manifest.of(tensors[0])), session.keep_freed
+    assert plan.largest_packed == LARGEST
 
     def counted(pushes):
+        """In this thread, as in a worker: another one has a heap of its own."""
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for i in range(pushes):
-            refit.push(tensors[i % 2]).require()
-        assert worker._refit_plan.largest_packed == LARGEST
+            push = session.Session(plan, "test", verify=False)
+            for n, tensor in enumerate(tensors[i % 2].values()):
+                push.write_rows(n, 0, tensor)
+            push.finish()
         return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / pushes
 
-    found = []
-    for way in (lambda largest: None, keep_freed):
-        session.keep_freed = way
-        counted(2)
-        found.append(counted(4))
+    with set_current_vllm_config(model.vllm_config), torch.no_grad():
+        for way in (lambda largest: None, keep_freed):
+            session.keep_freed = way
+            counted(2)
+            found.append(counted(4))
     Path(answer).write_text(json.dumps(found))
 
 
