@@ -314,8 +314,8 @@ def test_patches_are_added_together_and_their_rows_summed_up(isa, box, monkeypat
         if n == bad:
             raw[-len(raw) // 2 :] = 0xFF
         mine = min(rows[1], (n + 1) * each) - max(rows[0], n * each)
-        sums.append((torch.empty(max(mine, 0), dtype=torch.int64), torch.empty(-(-(columns[1] - columns[0]) // 8))))
-        sums[-1] = (sums[-1][0], sums[-1][1].to(torch.int64))
+        words = (columns[1] - columns[0]) // 8
+        sums.append(tuple(torch.empty(size, dtype=torch.int64) for size in (max(mine, 0), words)))
         room = {0: sums[-1]} if mine > 0 else {}
         additions.append(kernel.Addition(raw, each * 256, steps, others, 1, n * each * 256, shape, [place], room))
     done = kernel.add(additions)

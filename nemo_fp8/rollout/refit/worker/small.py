@@ -84,7 +84,7 @@ class Table:
         """Numbers of the tensors that are written by this table."""
 
     def write(self, places: Iterable[Place]) -> None:
-        """Write tensors, which are whole."""
+        """Write these tensors of the table, of each all values, which lie at its address."""
         for ways, jobs in ((self._copied, self._copies), (self._cast, self._casts)):
             mine = [(ways[i].job, at + ways[i].skipped) for i, at in places if i in ways]
             if mine:
