@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_cases import build_for
+from support.kernel_cases import OF_PRODUCTS, build_for
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
@@ -166,12 +166,15 @@ def without_compiler(monkeypatch):
 SHAPES = [
     ((256, 384), 1),
     ((300, 128), 1),
+    ((20, 4176), 1),
+    ((24, 2070), 2),
     ((70, 40), 2),
     ((64, 33), 2),
     ((3, 40, 16), 2),
     ((77,), 2),
     ((), 4),
     ((9, 3), 4),
+    ((20, 1040), 4),
 ]
 OF_WIDTH = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
 
@@ -207,10 +210,12 @@ def test_codes_are_compared_as_they_are_made(block, monkeypatch):
         assert planes[2].digest("all") == planes[1].digest("all")
 
 
+@pytest.mark.parametrize("isa", [*OF_PRODUCTS, "plain"])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize(("shape", "width"), SHAPES, ids=str)
-def test_the_kernel_finds_what_numpy_finds(without_compiler, shape, width, share):
+def test_the_kernel_finds_what_numpy_finds(without_compiler, shape, width, share, isa, monkeypatch):
     """The same patches, bits, fingerprints, counts and largest magnitudes, whatever changes."""
+    build_for(isa, monkeypatch)
     draws = torch.Generator().manual_seed(0)
     parts = {"all": tuple((0, n) for n in shape)}
     if len(shape) == 2:

@@ -78,11 +78,12 @@ def same(fast: torch.Tensor, slow: torch.Tensor) -> None:
     )
 
 
-# This processor, and AVX-512 without dot products of BF16 and without shuffles of bytes, as the first ones with it.
+# This processor, and AVX-512 without dot products of BF16 and without shuffles and packing of bytes, as the first ones
+# with it.
 OF_PRODUCTS = {
     "native": (),
     "no-dots": (*build.MACHINE_FLAGS[0], "-mno-avx512bf16"),
-    "no-shuffles": (*build.MACHINE_FLAGS[0], "-mno-avx512bf16", "-mno-avx512vbmi"),
+    "no-shuffles": (*build.MACHINE_FLAGS[0], "-mno-avx512bf16", "-mno-avx512vbmi", "-mno-avx512vbmi2"),
     "avx2": build.OTHERS["avx2"],
 }
 

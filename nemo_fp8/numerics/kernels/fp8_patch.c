@@ -98,6 +98,117 @@ typedef struct find_job {
 /* What changed in a patch, and what changed in the sums of columns of all parts, one part after the other. */
 typedef struct lists { uint32_t *steps, *others, *by, largest; int64_t steps_count, others_count; uint64_t *columns; } lists;
 
+#if defined(__AVX512VBMI2__)
+
+/* With instructions that pack elements side by side no word is looked at by itself. All of them are compared, taken over and summed up
+   alike, a vector at a time, and what changed is sorted into the lists 16 at a time: where values change here and there, nobody could
+   predict a branch. Whatever is packed is stored as 16 words, of which as many count as there are. */
+enum { BEYOND = 16 };
+
+INLINE __m512i first_16(__m512i packed, int width) { /* elements, as 32-bit words */
+    return width == 1 ? _mm512_cvtepu8_epi32(_mm512_castsi512_si128(packed))
+                      : width == 2 ? _mm512_cvtepu16_epi32(_mm512_castsi512_si256(packed)) : packed;
+}
+
+INLINE __m512i after_16(__m512i packed, int width) {
+    const __m512i none = _mm512_setzero_si512();
+    return width == 1 ? _mm512_alignr_epi64(none, packed, 2) : width == 2 ? _mm512_alignr_epi64(none, packed, 4) : none;
+}
+
+INLINE uint32_t largest_of(__m512i v, int width) {
+    if (width == 2) v = _mm512_max_epu16(v, _mm512_srli_epi32(v, 16));
+    if (width == 1) v = _mm512_max_epu8(v, _mm512_srli_epi32(v, 16)), v = _mm512_max_epu8(v, _mm512_srli_epi32(v, 8));
+    return _mm512_reduce_max_epu32(_mm512_and_si512(v, _mm512_set1_epi32((int)mask_of(width))));
+}
+
+/* What changed in a piece of a row: the elements, by how much each is larger now, and by how much each word is. */
+typedef struct changes {
+    int64_t n;
+    uint32_t elements[8 * AT_A_TIME + BEYOND], by[8 * AT_A_TIME + BEYOND];
+    uint64_t words[AT_A_TIME];
+} changes;
+
+/* Takes over a piece of a row, of which the first element is `element`. `most` has the largest magnitudes among what changed. */
+INLINE void take_over(changes *c, uint8_t *old, const uint8_t *now, int64_t bytes, uint32_t element, __m512i sign, __m512i *most,
+                      int width) {
+    static const uint8_t numbers[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                        22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+                                        44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+    const __m512i all = _mm512_loadu_si512(numbers);
+    int64_t n = 0;
+    for (int64_t at = 0; at < bytes; at += 64, element += 64 / (uint32_t)width) {
+        __mmask64 there = ~(uint64_t)0 >> (bytes - at < 64 ? 64 - (bytes - at) : 0);
+        __m512i before = _mm512_maskz_loadu_epi8(there, old + at), after = _mm512_maskz_loadu_epi8(there, now + at), by;
+        uint64_t which;
+        __builtin_prefetch(old + at + SOON, 1);
+#define COMPARE(BITS, MASK) \
+    MASK some = _mm512_cmpneq_epu##BITS##_mask(before, after); \
+    by = _mm512_maskz_compress_epi##BITS(some, _mm512_sub_epi##BITS(after, before)), which = some; \
+    *most = _mm512_mask_max_epu##BITS(*most, some, *most, _mm512_andnot_si512(sign, after))
+        if (width == 1) { COMPARE(8, __mmask64); }
+        else if (width == 2) { COMPARE(16, __mmask32); }
+        else { COMPARE(32, __mmask16); }
+        _mm512_storeu_si512(c->words + at / 8, _mm512_sub_epi64(after, before));
+        if (bytes - at < 64) _mm512_mask_storeu_epi8(old + at, there, after);
+        else _mm512_storeu_si512(old + at, after);
+        __m512i changed = _mm512_maskz_compress_epi8(which, all), first = _mm512_set1_epi32((int)element);
+        int count = __builtin_popcountll(which), done = 0;
+        do { /* nearly always once */
+            _mm512_storeu_si512(c->elements + n + done, _mm512_add_epi32(first, first_16(changed, 1)));
+            _mm512_storeu_si512(c->by + n + done, first_16(by, width));
+            changed = after_16(changed, 1), by = after_16(by, width);
+        } while ((done += 16) < count);
+        n += count;
+    }
+    c->n = n;
+}
+
+/* Puts each change into the list that it belongs to. */
+INLINE void note(lists *l, const changes *c, int width) {
+    const __m512i up = _mm512_set1_epi32(1), down = _mm512_set1_epi32((int)mask_of(width));
+    for (int64_t i = 0; i < c->n; i += 16) {
+        __mmask16 there = (__mmask16)(0xffff >> (c->n - i < 16 ? 16 - (c->n - i) : 0));
+        __m512i element = _mm512_loadu_si512(c->elements + i), by = _mm512_loadu_si512(c->by + i);
+        __m512i twice = _mm512_add_epi32(element, element);
+        __mmask16 ups = _mm512_mask_cmpeq_epi32_mask(there, by, up), steps = ups | _mm512_mask_cmpeq_epi32_mask(there, by, down);
+        __mmask16 others = there & (__mmask16)~steps;
+        _mm512_storeu_si512(l->steps + l->steps_count, _mm512_maskz_compress_epi32(steps, _mm512_mask_add_epi32(twice, ups, twice, up)));
+        _mm512_storeu_si512(l->others + l->others_count, _mm512_maskz_compress_epi32(others, element));
+        _mm512_storeu_si512(l->by + l->others_count, _mm512_maskz_compress_epi32(others, by));
+        l->steps_count += __builtin_popcount(steps), l->others_count += __builtin_popcount(others);
+    }
+}
+
+/* `first` is the piece's first word, of `n`. */
+INLINE void carry(const find_job *j, lists *l, int64_t row, int64_t first, int64_t n, const uint64_t *by) {
+    uint64_t *columns = l->columns;
+    for (const part *p = j->parts; p < j->parts + j->parts_count; columns += p->last_word - p->first_word, p++) {
+        int64_t from = p->first_word > first ? p->first_word : first, end = least_of(p->last_word, first + n);
+        uint64_t sum = 0;
+        if (row < p->first_row || row >= p->last_row) continue;
+        for (int64_t i = from; i < end; i++) sum += by[i - first], columns[i - p->first_word] += by[i - first];
+        p->of_rows[row - p->first_row] += sum;
+    }
+}
+
+INLINE void compare_row(const find_job *j, lists *l, int64_t row, const uint8_t *now, int64_t element, int width) {
+    uint8_t *old = j->old + row * j->row_bytes;
+    __m512i sign = _mm512_set1_epi32((int)(j->sign * (width == 1 ? 0x01010101 : width == 2 ? 0x10001 : 1))), most = _mm512_setzero_si512();
+    changes c;
+    for (int64_t at = 0, bytes; at < j->row_bytes; at += bytes) {
+        bytes = least_of(8 * AT_A_TIME, j->row_bytes - at);
+        take_over(&c, old + at, now + at, bytes, (uint32_t)(element + at / width), sign, &most, width);
+        note(l, &c, width);
+        carry(j, l, j->first_row + row, at / 8, (bytes + 7) / 8, c.words);
+    }
+    uint32_t largest = largest_of(most, width);
+    if (largest > l->largest) l->largest = largest;
+}
+
+#else
+
+enum { BEYOND = 8 }; /* words that may be written, and do not count */
+
 /* One bit for each of eight words: whether it is another one. */
 INLINE uint64_t others_in(const uint8_t *old, const uint8_t *now) {
     uint64_t which = 0;
@@ -180,7 +291,7 @@ INLINE void carry(const find_job *j, lists *l, int64_t row, const uint32_t *word
 
 INLINE void compare_row(const find_job *j, lists *l, int64_t row, const uint8_t *now, int64_t element, int width) {
     uint8_t *old = j->old + row * j->row_bytes;
-    uint32_t words[AT_A_TIME + 8]; /* up to eight more are written, and not counted */
+    uint32_t words[AT_A_TIME + BEYOND];
     uint64_t by[AT_A_TIME];
     for (int64_t at = 0; at < j->row_bytes; at += 8 * AT_A_TIME) {
         int64_t n = words_in(old, now, at, least_of(at + 8 * AT_A_TIME, j->row_bytes), words);
@@ -188,6 +299,8 @@ INLINE void compare_row(const find_job *j, lists *l, int64_t row, const uint8_t 
         carry(j, l, j->first_row + row, words, by, n);
     }
 }
+
+#endif
 
 INLINE void put_difference(uint8_t *to, uint32_t by, int width) {
     memcpy(to, &by, (size_t)width); /* the lower bytes */
@@ -235,10 +348,10 @@ static void work_find(void *argument) {
     find_job *j = argument;
     int64_t most = j->patch_rows * (j->row_bytes / j->width), words = 0, count = (j->rows + j->patch_rows - 1) / j->patch_rows;
     for (int i = 0; i < j->parts_count; i++) words += j->parts[i].last_word - j->parts[i].first_word;
-    uint32_t *room = malloc((size_t)most * 3 * sizeof *room);
+    uint32_t *room = malloc((size_t)(most + BEYOND) * 3 * sizeof *room);
     uint8_t *made = j->cast ? malloc((size_t)(rows_made(j) * j->row_bytes)) : NULL;
     int good = room && (made || !j->cast);
-    lists l = {room, room + most, room + 2 * most, .columns = calloc((size_t)words + 1, sizeof *l.columns)};
+    lists l = {room, room + most + BEYOND, room + 2 * (most + BEYOND), .columns = calloc((size_t)words + 1, sizeof *l.columns)};
     good = good && l.columns;
     for (int64_t number; good && (number = atomic_fetch_add(&j->next, 1)) < count;)
         good = j->width == 1 ? find_patch(j, l, made, number, 1) : j->width == 2 ? find_patch(j, l, made, number, 2)

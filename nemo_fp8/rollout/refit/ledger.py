@@ -415,8 +415,8 @@ class Ledger:
                 if used + len(raw) > size or len(heads) == fit:
                     yield heads, used
                     free, used, heads, fit = None, 0, [], most
-                free = buffer() if free is None else free
-                free[used : used + len(raw)] = torch.from_numpy(raw)
+                free = buffer().numpy() if free is None else free
+                free[used : used + len(raw)] = raw  # in numpy, since torch would wake all threads for so little
                 heads.append((i, what, row, rows, steps, others, used))
                 used = aligned(used + len(raw))
         if heads:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.kernels import patches as kernel
+from nemo_fp8.numerics.kernels.patches import Bytes
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint
 from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.memory import Opened
@@ -57,7 +58,7 @@ from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, n
 MOST_KEPT = 1 << 28  # bytes of patches that are kept for the way back
 PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes of an element -> torch's type with that pattern, whose sums wrap."""
-Patch = tuple[tuple[int, ...], torch.Tensor]
+Patch = tuple[tuple[int, ...], Bytes]
 """What is told of a patch (the first six numbers of ``patch.Patch``), and its bytes."""
 
 
@@ -159,7 +160,7 @@ class Patching(Session):
         for piece in patches:
             about, size = self._checked_patch(piece)
             # A copy, which the sender cannot change while it is read; it is also the way back.
-            some.append((about, memory.read(piece[-1], torch.uint8, (size,)).clone()))
+            some.append((about, memory.read(piece[-1], torch.uint8, (size,)).numpy().copy()))
         if some:
             self._apply(some)
         while len(self.patched) > 1:  # while the sender quantizes what follows
@@ -181,7 +182,7 @@ class Patching(Session):
             if isinstance(outcome, Exception):
                 raise outcome
 
-    def _keep(self, about: tuple[int, ...], raw: torch.Tensor, sums: Mapping[Route, kernel.Sums]) -> None:
+    def _keep(self, about: tuple[int, ...], raw: Bytes, sums: Mapping[Route, kernel.Sums]) -> None:
         """Keep a patch that was added, and note what its tensor's rows are now."""
         i, what, row, rows, *_ = about
         for route in self._routes(i):
@@ -290,7 +291,7 @@ class Patching(Session):
         return outcomes
 
     def _addition(
-        self, about: tuple[int, ...], raw: torch.Tensor, summed: bool
+        self, about: tuple[int, ...], raw: Bytes, summed: bool
     ) -> tuple[kernel.Addition, Mapping[Route, kernel.Sums]] | None:
         """Return a patch for the kernel, and memory for the sums of its rows if they are ``summed``; None if the kernel
         does not know all places."""
@@ -309,7 +310,7 @@ class Patching(Session):
         shape, places = known
         sums = {n: room[route] for n, route in enumerate(self._routes(i)) if route in room}
         counts = (rows * columns, steps, others, width)
-        return kernel.Addition(raw.numpy(), *counts, first=row * columns, shape=shape, places=places, sums=sums), room
+        return kernel.Addition(raw, *counts, first=row * columns, shape=shape, places=places, sums=sums), room
 
     def _places(self, i: int, what: int) -> tuple[tuple[int, int], list[kernel.Place]] | None:
         """Return the shape of a tensor's matrices and where its parts lie, for the kernel; None if one of them is on a
@@ -344,11 +345,11 @@ class Patching(Session):
                 assert isinstance(sink, Blocks)
                 yield sink.scales if what == SCALES else sink.codes, shape, source, stacked(to)
 
-    def _add_slowly(self, about: tuple[int, ...], raw: torch.Tensor, back: bool) -> None:
+    def _add_slowly(self, about: tuple[int, ...], raw: Bytes, back: bool) -> None:
         """Add a patch in numpy and torch. Raises PrecisionError if it is none; then nothing was added."""
         i, what, row, rows, steps, others = about
         (_, columns), width = self._plane(i, what)
-        for positions, differences in decode(raw.numpy(), rows * columns, steps, others, width):
+        for positions, differences in decode(raw, rows * columns, steps, others, width):
             by = np.negative(differences) if back else differences
             for route, (live, shape, source, to) in zip(self._routes(i), self._parts(i, what), strict=True):
                 here, places = moved(positions + row * columns, shape, source, to)
