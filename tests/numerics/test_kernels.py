@@ -364,23 +364,14 @@ def test_a_folder_open_to_others_is_refused(cache):
         build.build()
 
 
-@pytest.mark.parametrize("isa", build.OTHERS)
-def test_the_rows_that_other_processors_get(cache, monkeypatch, isa):
-    """The same source for AVX2, and without any of this machine's instructions: no fused multiply-add."""
-    if isa == "avx2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("this processor has no AVX2")
-    monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS[isa],))
+@pytest.mark.parametrize("isa", [*build.OTHERS, "no-shuffles"])
+def test_the_rows_that_other_processors_get(monkeypatch, isa):
+    """The same source for AVX2, without any of this machine's instructions (no fused multiply-add), and for the first
+    processors with AVX-512, which lack what later ones join codes by."""
+    build_for(isa, monkeypatch)
     jobs_of_every_kind()
-    large_results((128, 128), ("te", "fp32"), torch.bfloat16)
-    large_results((1, 32), ("te", "e8m0"), torch.bfloat16)
-    assert len(list(cache.glob("*.so"))) == 1
-
-
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this processor has no AVX-512")
-def test_avx512_without_shuffles_of_bytes(cache, monkeypatch):
-    """The first processors with AVX-512 lack VBMI, by which later ones join codes."""
-    monkeypatch.setattr(build, "MACHINE_FLAGS", ((*build.MACHINE_FLAGS[0], "-mno-avx512vbmi"),))
-    jobs_of_every_kind()
+    if isa in build.OTHERS:
+        large_results((128, 128), ("te", "fp32"), torch.bfloat16)
     large_results((1, 32), ("te", "e8m0"), torch.bfloat16)
 
 
