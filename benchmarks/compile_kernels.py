@@ -132,7 +132,7 @@ class Named:
 def compile_launch(name: str, launch: cuda.Launch, capability: int, sass: bool = False, **options: Any) -> Compiled:
     """Compile what a launch would, for a GPU of that compute capability."""
     triton.runtime.driver.set_active(Named(capability))
-    since = {"triton_kernels": cuda, "triton_fp4": cuda_fp4}[launch.module].HARDWARE_SINCE
+    since = (cuda_fp4 if launch.module == "triton_fp4" else cuda).HARDWARE_SINCE
     can_convert = divmod(capability, 10) >= since
     constants = {
         **launch.constants,

@@ -145,7 +145,7 @@ def told(error: Exception) -> str:
 @cache
 def te_quantizer(operand: Operand, usage: str = "row") -> Any:
     """Return TransformerEngine's quantizer of an operand, for its rows or for its columns. Raise Skipped on a GPU
-    without MXFP8."""
+    without MXFP8 or NVFP4."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
@@ -154,14 +154,19 @@ def te_quantizer(operand: Operand, usage: str = "row") -> Any:
     if operand.block is None:
         return te.Float8CurrentScalingQuantizer(dtype, device=torch.device("cuda"), columnwise=False, **pow2)
     if operand.format == "e2m1":
+        _require(te.is_nvfp4_available(return_reason=True))
         return NVFP4Quantizer(rowwise=row, columnwise=not row)
     if operand.scale == "e8m0":
-        is_there, reason = te.is_mxfp8_available(return_reason=True)
-        if not is_there:
-            raise Skipped(reason)
+        _require(te.is_mxfp8_available(return_reason=True))
         return te.MXFP8Quantizer(dtype, rowwise=row, columnwise=not row)
     dimensions = 2 if operand.block == (128, 128) else 1
     return te.Float8BlockQuantizer(dtype, rowwise=True, columnwise=not row, block_scaling_dim=dimensions, **pow2)
+
+
+def _require(available: tuple[bool, str]) -> None:
+    is_there, reason = available
+    if not is_there:
+        raise Skipped(reason)
 
 
 def main() -> None:

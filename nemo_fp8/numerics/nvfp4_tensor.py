@@ -165,7 +165,7 @@ class QuantizedNVFP4(Quantized):
 
 def weight_scale_2(amax: torch.Tensor, largest_scale: int = 448) -> torch.Tensor:
     """Compute ``amax / (6 * 448)``, divided as ModelOpt does."""
-    return torch.div(amax, torch.tensor(_LARGEST * largest_scale, dtype=torch.float32, device=amax.device))
+    return torch.div(amax, amax.new_full((), _LARGEST * largest_scale, dtype=torch.float32))
 
 
 def amax_of_scale_2(scale_2: torch.Tensor, largest_scale: int = 448) -> torch.Tensor:

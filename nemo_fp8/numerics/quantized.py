@@ -79,7 +79,7 @@ class Quantized:
                 "Reshape the source to a matrix before it is quantized.",
             )
         scale_inv = self.scale_inv if self.block is None else self.scale_inv.t().contiguous()
-        return replace(self, data=self.data.t().contiguous(), scale_inv=scale_inv, statistics=None)
+        return replace(self, data=turned(self.data), scale_inv=scale_inv, statistics=None)
 
     def used_as(self, usage: str) -> Quantized:
         """Return the same codes for the other usage. Raises PrecisionError for tiles that are not square."""
@@ -114,6 +114,12 @@ def per_tile(values: torch.Tensor, factors: torch.Tensor, tile: tuple[int, int])
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor as a contiguous matrix, with its leading dimensions flattened."""
     return x.reshape(-1, x.shape[-1]).contiguous() if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def turned(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the transpose of a matrix, in memory of its own."""
+    into = matrix.new_empty(matrix.shape[::-1])
+    return into if kernels.turn(matrix, into) else into.copy_(matrix.t())
 
 
 def check_usage(usage: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from nemo_fp8.numerics.quantized import Quantized, as_matrix
+from nemo_fp8.numerics.quantized import Quantized, as_matrix, turned
 
 _CONTRACTED = {(1, 128): "BlockWise1x128", (128, 128): "BlockWise128x128"}
 
@@ -60,7 +60,7 @@ def _contracting_columns(q: Quantized) -> Quantized | None:
     if q.usage == "row":
         return Quantized(as_matrix(q.data), q.scale_inv, tile)
     scale_inv = q.scale_inv if tile is None else q.scale_inv.t().contiguous()
-    return Quantized(as_matrix(q.data).t().contiguous(), scale_inv, tile)
+    return Quantized(turned(as_matrix(q.data)), scale_inv, tile)
 
 
 def _recipes(left: Quantized, right: Quantized) -> tuple[str, str] | None:

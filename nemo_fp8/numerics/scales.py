@@ -66,7 +66,7 @@ def delayed_scale(amax: torch.Tensor, previous: torch.Tensor, format: Format, ma
 def e8m0_from_amax(amax: torch.Tensor, format: Format) -> torch.Tensor:
     """Compute the E8M0 code (uint8) of ``amax / max`` rounded up, saturating at 254; NaN gives 255."""
     # TE's kernels multiply with the FP32 reciprocal of the format's largest value; so does this.
-    ratio = amax * torch.tensor(1.0 / format.max, dtype=torch.float32, device=amax.device)
+    ratio = amax * amax.new_full((), 1.0 / format.max, dtype=torch.float32)
     bits = ratio.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # Round up to the next power of two, except at the largest code, and for 0 < ratio <= 2**-127, which is code 0.
@@ -77,7 +77,7 @@ def e8m0_from_amax(amax: torch.Tensor, format: Format) -> torch.Tensor:
 
 def deepgemm_scale_inv(amax: torch.Tensor, format: Format, *, pow2: bool = False) -> torch.Tensor:
     """Compute DeepGEMM's ``amax / max`` with its floor for amax; ``pow2`` rounds it up. Infinity gives 1, as in TE."""
-    scale_inv = torch.div(amax.clamp_min(DEEPGEMM_LEAST_AMAX), torch.tensor(format.max, device=amax.device))
+    scale_inv = torch.div(amax.clamp_min(DEEPGEMM_LEAST_AMAX), amax.new_full((), format.max, dtype=torch.float32))
     scale_inv = ceil_pow2(scale_inv) if pow2 else scale_inv
     return torch.where(amax.isinf(), 1.0, scale_inv)
 

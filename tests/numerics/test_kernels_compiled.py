@@ -35,7 +35,7 @@ from benchmarks import compile_kernels
 from benchmarks.compile_kernels import TARGETS, compile_launch, problems
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS
-from nemo_fp8.numerics.kernels import cuda, triton_kernels
+from nemo_fp8.numerics.kernels import cuda, cuda_fp4, triton_kernels
 
 SOURCES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -116,13 +116,22 @@ def test_the_machine_code_converts_in_hardware_too(cache):
             assert made.executed["issue"] > made.values
 
 
+def test_what_is_turned_moves_16_bytes_at_once(cache):
+    launches = {name: launch for name, launch in cuda.variants() if "turned" in name}
+    assert list(launches) == [f"{size} bytes turned{how}" for size in (1, 2) for how in ("", ", unaligned")]
+    for name, launch in launches.items():
+        made = compile_launch(name, launch, 90)
+        assert problems(made) == []
+        assert made.wide == ("unaligned" not in name)
+
+
 # ---------------------------------------------------------------------- the list
 
 
 def _program(launch: cuda.Launch) -> tuple[object, ...]:
     """What Triton tells programs apart by, as Triton itself finds it from the arguments."""
     triton.runtime.driver.set_active(compile_kernels.Named(90))
-    kernel = getattr(triton_kernels, launch.kernel)
+    kernel, *_ = cuda._kernel(launch.module, launch.kernel)
     *_, binder = kernel.create_binder()
     bound = binder(*launch.arguments, **launch.constants, num_warps=launch.warps)
     return (launch.kernel, str(bound[1]), launch.warps)
@@ -156,8 +165,73 @@ def test_the_list_holds_every_program_that_calls_launch(launched):
                 if tile is not None:
                     scales = torch.empty(found[1].shape[::-1], dtype=found[1].dtype).t()
                     cuda.quantize(x, tile, element, kind, convention, statistics, None, (found[0], scales))
+            turned = x.new_empty(x.shape[::-1])
+            if x.dim() == 2 and cuda.turn(x, turned):
+                assert cuda.turn(found[0], turned.to(found[0].dtype))
     assert launched.keys() - listed == set()
     assert listed - launched.keys() == set()  # and nothing is listed that no call launches
+
+
+class Recording(compile_kernels.Named):
+    """A driver of no GPU, for which Triton compiles, and that writes down what it is asked to launch."""
+
+    def __init__(self, capability, launched):
+        super().__init__(capability)
+        driver = self
+
+        class Launcher:
+            def __init__(self, source, metadata):
+                self.name = (metadata.name, metadata.hash)
+
+            def __call__(self, *arguments):
+                *grid, stream, function, packed, metadata, before, after = arguments[:9]
+                launched.append((self.name, grid, arguments[9:]))
+
+        class Utils:
+            def load_binary(self, *binary):
+                return 1, 1, 64, 0, 1024
+
+            def get_device_properties(self, device):
+                return {"max_shared_mem": 1 << 20}
+
+            def unload_module(self, module):
+                pass
+
+        self.launcher_cls, self.utils = Launcher, Utils()
+
+
+def test_a_program_launched_again_gets_what_triton_gave_it(cache, monkeypatch):
+    """The second launch goes past Triton's search: the same program, the same arguments in the same order."""
+    seen = []
+    monkeypatch.setattr(cuda, "_COMPILED", {})
+    triton.runtime.driver.set_active(Recording(90, seen))
+    launches = {
+        name: launch
+        for name, launch in [*cuda.variants(), *cuda_fp4.variants()]
+        if re.match(
+            "bfloat16 to e4m3, 128x128$|e4m3 to bfloat16, tiles of rows$|1 bytes|e2m1 to bfloat16|bfloat16 to e2m1, 1x",
+            name,
+        )
+    }
+    assert len({launch.kernel for launch in launches.values()}) == 5
+    for launch in launches.values():
+        cuda._start(launch)
+    found_by_triton = list(seen)
+    seen.clear()
+    monkeypatch.setattr(triton.JITFunction, "run", None)  # it is not asked again
+    for launch in launches.values():
+        cuda._start(launch)
+    assert len(seen) == len(launches) == len(found_by_triton)
+    for (name, grid, arguments), (first, at_first, given) in zip(seen, found_by_triton, strict=True):
+        assert (name, grid, len(arguments)) == (first, at_first, len(given))
+        assert all(a is b or a == b for a, b in zip(arguments, given, strict=True))
+
+
+def test_programs_are_told_apart_as_triton_does():
+    triton.runtime.driver.set_active(compile_kernels.Named(90))
+    launches = [launch for _, launch in [*cuda.variants(), *cuda_fp4.variants()]]
+    ours = {(launch.kernel, cuda._told_apart_by(launch)) for launch in launches}
+    assert len(ours) == len({_program(launch) for launch in launches}) == len(launches)
 
 
 def test_sizes_beyond_32_bits_take_the_same_programs(launched):

@@ -144,3 +144,22 @@ def test_rows_that_lie_apart():
         cuda.quantize(x, (1, 128), "e4m3", "fp32", "te", False, None, None)[0].cpu(),
         quantize_reference(x, (1, 128), FORMATS["e4m3"], "fp32")[0].cpu(),
     )
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (130, 259), (1, 64), (64, 1), (257, 48)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_a_matrix_is_turned(shape, dtype):
+    x = torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype)[..., 0].to(DEVICE)
+    wide = torch.zeros(shape[1], shape[0] + 3, dtype=dtype, device=DEVICE)
+    for into in (torch.empty(shape[::-1], dtype=dtype, device=DEVICE), wide[:, : shape[0]]):
+        assert cuda.turn(x, into)
+        same(into.cpu(), x.t().cpu())
+    assert not wide.cpu().view(torch.uint8).view(shape[1], -1)[:, shape[0] * dtype.itemsize :].any()  # behind the rows
+
+
+def test_what_cannot_be_turned_is_left_or_refused():
+    x = torch.zeros(16, 32, dtype=torch.uint8, device=DEVICE)
+    assert not cuda.turn(x.float(), x.float().t().contiguous())  # four bytes an element
+    assert not cuda.turn(x.t(), torch.empty_like(x))  # rows that are columns
+    with pytest.raises(ValueError, match="turned into memory of"):
+        cuda.turn(x, torch.empty_like(x))

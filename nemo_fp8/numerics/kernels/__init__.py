@@ -233,8 +233,9 @@ def sums(
 
 def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
     """Write a matrix of bytes or 16-bit values ``into`` memory of its columns, as rows; return whether there is a
-    kernel, and then it is done. Only CPUs have one. Raises ValueError if ``into`` has another shape or dtype."""
-    return x.device.type == "cpu" and bool(_module("cpu").turn(x, into))
+    kernel, and then it is done. Raises ValueError if ``into`` has another shape or dtype."""
+    device = _device(x)
+    return device is not None and device.turn(x, into)
 
 
 class _Kernels(Protocol):
@@ -250,6 +251,8 @@ class _Kernels(Protocol):
     ) -> torch.Tensor | None: ...
 
     def amax(self, x: torch.Tensor) -> torch.Tensor | None: ...
+
+    def turn(self, x: torch.Tensor, into: torch.Tensor) -> bool: ...
 
 
 class _Fp4Kernels(Protocol):

@@ -1,4 +1,4 @@
-"""Quantize and decode on a GPU: which kernel is launched, on rectangles of which size.
+"""Quantize, decode and turn on a GPU: which kernel is launched, on rectangles of which size.
 
 A :class:`Launch` is a kernel with its arguments. Triton compiles one program for each set of compile-time constants and
 argument types. ``variants`` lists them all, through the two functions that also make the launches, so that
@@ -44,7 +44,10 @@ ELEMENTS, COLUMNS, DECODED = 8192, 256, 4096
 # an address, and decoding by columns the address of a scale.
 VALUES, VALUES_DECODED, VALUES_COUNTED = 64, 32, 16
 FEW = VALUES_COUNTED * 8 * 32  # elements of a program, or of its strip, where a thread has VALUES_COUNTED
+# By the bytes of an element: the type that is moved, and the side of the square that a program turns.
+TURNED = {1: (torch.uint8, 128), 2: (torch.int16, 64)}
 HARDWARE_SINCE = (8, 9)  # the compute capability from which on a GPU converts FP8 itself
+STRAIGHT_SINCE = (3, 6)  # Triton's version from which on a compiled program takes every argument of its kernel
 SHARED = 32  # columns of a tile that share one scale; in other tiles each has its own
 
 log = logging.getLogger(__name__)
@@ -114,6 +117,20 @@ def decode(
     codes = data.reshape(-1, data.shape[-1]) if data.dim() else data.reshape(1, 1)
     _start(back(codes.contiguous(), scale_inv, tile, out))
     return out
+
+
+def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
+    """Write a matrix of bytes or 16-bit values, turned; return False, and write nothing, if there is no kernel for it.
+
+    Raises ValueError if shapes or dtypes do not fit.
+    """
+    has_rows = x.stride(1) == into.stride(1) == 1
+    if x.itemsize not in TURNED or x.numel() == 0 or not has_rows or not available():
+        return False
+    if into.shape != x.shape[::-1] or into.dtype != x.dtype:
+        raise ValueError(f"{tuple(x.shape)} of {x.dtype} turned into memory of {tuple(into.shape)} of {into.dtype}.")
+    _start(turned(x, into))
+    return True
 
 
 # ---------------------------------------------------------------------- launches
@@ -186,6 +203,19 @@ def back(codes: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, out: torch.Te
     )  # fmt: skip
 
 
+def turned(x: torch.Tensor, into: torch.Tensor) -> Launch:
+    """Return the launch that writes a matrix into memory of its columns, as rows."""
+    (rows, cols), (words, side), aligned = x.shape, TURNED[x.itemsize], _aligned(x, into)
+    return Launch(
+        "turn_kernel",
+        -(-rows // side) * -(-cols // side),
+        (x.view(words), into.view(words), rows, cols, x.stride(0), into.stride(0)),
+        {"ROWS": side, "COLS": side, "ALIGNED": aligned},
+        side * side // (VALUES if aligned else VALUES_COUNTED) // 32,
+        "triton_turn",
+    )
+
+
 def variants() -> Iterator[tuple[str, Launch]]:
     """Yield every program that this file can ask Triton for, with its name, on small tensors of the CPU."""
     formats = [FORMATS[name] for name in ("e4m3", "e5m2")]
@@ -208,11 +238,49 @@ def variants() -> Iterator[tuple[str, Launch]]:
             codes, values = torch.empty(x.shape, dtype=format.dtype), torch.empty(x.shape, dtype=dtype)
             shown = "tiles of rows" if tile[1] == SHARED else "tiles of columns"
             yield f"{format.name} to {named}, {shown}", back(codes, torch.empty(_grid(x, tile)), tile, values)
+    for (words, side), aligned in itertools.product(TURNED.values(), (True, False)):
+        x = torch.empty(side, side if aligned else side - 1, dtype=words)
+        yield f"{words.itemsize} bytes turned{'' if aligned else ', unaligned'}", turned(x, x.new_empty(x.shape[::-1]))
 
 
 def _start(launch: Launch) -> None:
-    kernel = getattr(importlib.import_module(f"nemo_fp8.numerics.kernels.{launch.module}"), launch.kernel)
-    kernel[(launch.programs,)](*launch.arguments, **launch.constants, num_warps=launch.warps)
+    """Launch a kernel, the first time through Triton, which finds the program and compiles it; later the program
+    itself, which takes a third of the time that Triton takes to find it again."""
+    kernel, straight, names = _kernel(launch.module, launch.kernel)
+    programs = (launch.programs, 1, 1)
+    if not straight:
+        kernel[programs](*launch.arguments, **launch.constants, num_warps=launch.warps)
+        return
+    key = (kernel, *_told_apart_by(launch))
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        _COMPILED[key] = kernel[programs](*launch.arguments, **launch.constants, num_warps=launch.warps)
+    else:
+        compiled[programs](*launch.arguments, *(launch.constants[name] for name in names))
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+"""The programs that were launched by now."""
+
+
+def _told_apart_by(launch: Launch) -> tuple[Any, ...]:
+    """Return what decides which program a launch of a kernel is: constants, types of arguments, warps, the device."""
+    from triton.runtime import driver
+
+    kinds = (a.dtype if isinstance(a, torch.Tensor) else type(a) for a in launch.arguments)
+    return (driver.active.get_current_device(), launch.warps, *launch.constants.values(), *kinds)
+
+
+@functools.cache
+def _kernel(module: str, name: str) -> tuple[Any, bool, list[str]]:
+    """Return a kernel, whether its compiled programs can be launched themselves, and its constants in their order."""
+    import triton
+
+    kernel = getattr(importlib.import_module(f"nemo_fp8.numerics.kernels.{module}"), name)
+    compiles = isinstance(kernel, triton.JITFunction)  # and does not interpret
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    constants = [kernel.arg_names[number] for number in kernel.constexprs] if compiles else []
+    return kernel, compiles and version >= STRAIGHT_SINCE, constants
 
 
 def _constants(format: Format, device: torch.device) -> dict[str, Any]:
@@ -238,6 +306,7 @@ def _aligned(*matrices: torch.Tensor | None) -> bool:
     return all(m.shape[1] % 16 == 0 and m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in there)
 
 
+@functools.cache
 def _rectangle(tile: tuple[int, int], statistics: bool, aligned: bool) -> tuple[int, int, int, int]:
     """Return a program's tiles down and across, the number of strips that their rows are cut into, and its warps."""
     few = statistics or not aligned
@@ -274,6 +343,7 @@ def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
     return -(-matrix.shape[0] // tile[0]), -(-matrix.shape[1] // tile[1])
 
 
+@functools.cache
 def in_hardware(device: torch.device, since: tuple[int, int]) -> bool:
     """Return whether this is an NVIDIA GPU of that compute capability or a later one."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= since

@@ -47,7 +47,7 @@ def check_contiguous(
 def rows_of(out: torch.Tensor, name: str) -> torch.Tensor:
     """Return the memory as a matrix with contiguous rows. Raises PrecisionError if its strides do not allow that."""
     try:
-        matrix = out.view(-1, out.shape[-1]) if out.dim() else out.view(1, 1)
+        matrix = out if out.dim() == 2 else out.view(-1, out.shape[-1]) if out.dim() else out.view(1, 1)
     except RuntimeError:
         matrix = None
     if matrix is None or (matrix.shape[1] > 1 and matrix.stride(1) != 1):

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 INFINITE = tl.constexpr(0x7F800000)
+NONE = tl.constexpr(1 << 30)  # the least code where every code is zero: wide, so that no compiler counts in 16 bits
 # Arguments that Triton must not specialize on, so that one compiled program serves every shape and every scale.
 NUMBERS = [
     "rows",
@@ -253,7 +254,7 @@ def quantize_kernel(
                 tl.zeros(shape, tl.int32),
                 tl.zeros(shape, tl.int32),
             )
-            least = tl.full(shape, 0xFF, tl.int32)
+            least = tl.full(shape, NONE, tl.int32)
         for strip in range(STRIPS):
             strip_row = row + strip * LONG
             if STRIPS > 1:
@@ -286,7 +287,7 @@ def quantize_kernel(
                 underflow += ((magnitude == 0) & (kept != 0)).to(tl.int32)
                 saturated += (tl.abs(x * _spread(scale)) > saturates_above).to(tl.int32)
                 nonfinite += finite.to(tl.int32) ^ 1
-                least = tl.minimum(least, (magnitude - 1) & 0xFF)  # a zero code does not count as the least
+                least = tl.minimum(least, tl.where(magnitude == 0, NONE, magnitude))
         if STATISTICS:
             # Codes grow with magnitudes, so the largest is the code of the amax. A NaN code does not count.
             largest = _encode(amax, scale, MANTISSA, BIAS, format_max, HARDWARE).to(tl.int32) & 0x7F
@@ -296,7 +297,8 @@ def quantize_kernel(
             tl.store(counts_ptr + at, _per_tile_sum(underflow), mask=real)
             tl.store(counts_ptr + plane + at, _per_tile_sum(saturated), mask=real)
             tl.store(counts_ptr + 2 * plane + at, _per_tile_sum(nonfinite), mask=real)
-            tl.store(counts_ptr + 3 * plane + at, (_per_tile_min(least) + 1) & 0xFF, mask=real)
+            least_of_tile = _per_tile_min(least)
+            tl.store(counts_ptr + 3 * plane + at, tl.where(least_of_tile == NONE, 0, least_of_tile), mask=real)
             tl.store(counts_ptr + 4 * plane + at, tl.where(largest == 0x7F, 0, largest), mask=real)
 
 
