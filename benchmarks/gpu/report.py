@@ -42,8 +42,8 @@ stands for Hopper in all. `tests/gpu` holds it to that:
 Our Triton kernels are compiled for sm_90, sm_100 and sm_120 in every run of the suite ([a bound on their time](triton.md)), and run in
 Triton's interpreter.
 
-Only a GPU can show: every time on this page, CUDA graphs, `torch.compile`, torch's FP8 GEMM (`scaled_mm`), cuDNN's fused attention, whether
-gloo reduces CUDA tensors of two ranks that share a GPU (golden vectors of delayed scaling), the bits of TE's kernels themselves.
+What is missing yet is of Blackwell: golden vectors and times of MXFP8 and NVFP4, whose conversion in hardware has never run. On no GPU was
+tried: `torch.compile`, and more GPUs than one.
 """
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -35,10 +34,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Rank = Callable[[int, Any, dict[str, Any]], dict[str, torch.Tensor]]
 
 
-def new(source: str, versions: str) -> Golden:
-    """A file without cases, that says where it comes from."""
+def new(source: str, versions: str, command: str) -> Golden:
+    """A file without cases, that says where it comes from, and by which command."""
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    return Golden({"source": source, "date": date, "command": " ".join(sys.argv), "versions": versions})
+    return Golden({"source": source, "date": date, "command": command, "versions": versions})
 
 
 def usages(block: tuple[int, int] | None) -> tuple[str, ...]:

@@ -27,12 +27,15 @@ from nemo_fp8.numerics.quantize import tile_of
 
 TE = importlib.metadata.distribution("transformer-engine")
 FILE = FOLDER / "te_python_reference.safetensors"
+COMMAND = "python tests/golden/te_python.py"
 NAMES = ("gaussian.bf16", "gaussian.fp16", "magnitudes.fp32")
 
 
 def recorded() -> Golden:
     """The whole file."""
-    golden = new(f"TransformerEngine {TE.version}, its Python reference on a CPU", f"torch {torch.__version__}")
+    golden = new(
+        f"TransformerEngine {TE.version}, its Python reference on a CPU", f"torch {torch.__version__}", COMMAND
+    )
     for recipe in ("tensorwise", "blockwise_fp32", "blockwise_pow2"):
         left_out = record(golden, te_python, recipe, NAMES)
         assert not left_out, left_out

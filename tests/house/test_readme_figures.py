@@ -3,6 +3,7 @@ here, with the words that belong there."""
 
 import json
 import re
+from statistics import median
 
 import pytest
 from support import ROOT
@@ -75,6 +76,42 @@ def fp4_casts():
     return f"1x16 {rows[0][0]} of a copy, 16x16 {squares[0][0]}; the AVX2 build {rows[1][0]} and {squares[1][0]}"
 
 
-@pytest.mark.parametrize("figure", [step_times, suite, pushes, fp8_casts, fp4_casts])
+def on_an_h100():
+    """Codes and scales of TE's kernels that were compared with ours there, on it and on a CPU; none may differ."""
+    measures = _record("gpu_conformance.json")["measures"]
+    recorded = [m["result"]["compared"] for name, m in measures.items() if name.startswith("golden") and "result" in m]
+    beside = [found for found in measures["TE beside us"]["result"].values() if "compared" in found]
+    assert not any(counts["different"] for on in recorded for counts in on.values())
+    assert not any(sum(found["different"].values()) for found in beside)
+    codes, scales = (
+        sum(on["cuda"][what] for on in recorded) + sum(found["compared"][what] for found in beside)
+        for what in ("codes", "scales")
+    )
+    return f"none of {codes:,} codes and {scales:,} scales differs"
+
+
+def steps_on_an_h100():
+    """Steps of the Llama slice with BF16 weights, as their speed over BF16's."""
+    measures = _record("gpu_train.json")["measures"]
+    times = {
+        name.removeprefix("llama: "): median(m["result"]["ms"][20:])
+        for name, m in measures.items()
+        if name.startswith("llama: ") and "FP8 weights" not in name and "result" in m
+    }
+    ratios = [times["bf16"] / ms for name, ms in times.items() if name != "bf16"]
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times as fast in FP8 as in BF16"
+
+
+def refit_on_an_h100():
+    """Ways of a refit as shares of a copy."""
+    ways = _record("gpu_refit.json")["measures"]["8B"]["result"]["ways"]
+    shares = {name: ways["copy"]["ms"] / ways[name]["ms"] for name in ("straight", "through buffers")}
+    return f"{shares['straight']:.0%} of a copy, {shares['through buffers']:.0%} through buffers"
+
+
+GPU = [on_an_h100, steps_on_an_h100, refit_on_an_h100]
+
+
+@pytest.mark.parametrize("figure", [step_times, suite, pushes, fp8_casts, fp4_casts, *GPU])
 def test_a_figure_is_its_record_s(figure):
     assert f"| {figure()} |" in (ROOT / "README.md").read_text()
