@@ -338,9 +338,9 @@ def tell(made: list[Compiled]) -> str:
         "## The bound on paper",
         "",
         "**Computed from instructions and bytes, not measured**; what an H100 made of it is [here](gpu.md). The time "
-        "of the busiest pipe of an SM beside the time that the bytes need at the memory's full rate, the copy limit, for BF16 with E4M3 and with NVFP4 where "
-        "rows are aligned. A share of 100% says that the bytes take longer than the instructions: then the kernel can "
-        "run at the speed of a copy, if enough loads are in flight.",
+        "of the busiest pipe of an SM beside the time that the bytes need at the memory's full rate, the copy limit, "
+        "for BF16 with E4M3 and with NVFP4 where rows are aligned. A share of 100% says that the bytes take longer "
+        "than the instructions: then the kernel can run at the speed of a copy, if enough loads are in flight.",
         "",
         *(
             f"- {g.name}: {g.processors} SMs at {g.clock / 1e9:.3f} GHz, {g.bandwidth / 1e12:.2f} TB/s, code for "

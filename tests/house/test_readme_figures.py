@@ -77,7 +77,7 @@ def fp4_casts():
 
 
 def on_an_h100():
-    """Codes and scales of TE's kernels that were compared with ours there, on it and on a CPU; none may differ."""
+    """Codes and scales of TE's kernels that were compared with ours there, and with a CPU's; none may differ."""
     measures = _record("gpu_conformance.json")["measures"]
     recorded = [m["result"]["compared"] for name, m in measures.items() if name.startswith("golden") and "result" in m]
     beside = [found for found in measures["TE beside us"]["result"].values() if "compared" in found]
@@ -87,7 +87,8 @@ def on_an_h100():
         sum(on["cuda"][what] for on in recorded) + sum(found["compared"][what] for found in beside)
         for what in ("codes", "scales")
     )
-    return f"none of {codes:,} codes and {scales:,} scales differs"
+    on_a_cpu = sum(on["cpu"]["codes"] for on in recorded)
+    return f"none of {codes:,} codes and {scales:,} scales differs, nor of {on_a_cpu:,} codes of a CPU"
 
 
 def steps_on_an_h100():

@@ -244,7 +244,7 @@ def variants() -> Iterator[tuple[str, Launch]]:
 
 
 def _start(launch: Launch) -> None:
-    """Launch a kernel, the first time through Triton, which finds the program and compiles it; later the program
+    """Start a kernel, the first time through Triton, which finds the program and compiles it; later the program
     itself, which takes a third of the time that Triton takes to find it again."""
     kernel, straight, names = _kernel(launch.module, launch.kernel)
     programs = (launch.programs, 1, 1)
