@@ -24,8 +24,8 @@ FOUR_BITS = Precision(rollout="nvfp4").operand("weight", "rollout")
 BLOCKS, MX = Operand("e4m3", (128, 128), "fp32"), Operand("e4m3", (1, 32), "e8m0")
 
 
-READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")
-READING = {getattr(torch.Tensor, name) for name in READS}
+READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__"}
+MAKES = {"tensor", "as_tensor"}
 
 
 class Waits(TorchFunctionMode):
@@ -37,9 +37,9 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        made_here = function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
-        if made_here or function in READING:
-            self.seen.append(function.__name__)
+        name = getattr(function, "__name__", "")  # where the CPU stands for a GPU, torch's functions are others
+        if name in READS or (name in MAKES and kwargs.get("device") is not None):
+            self.seen.append(name)
         return function(*args, **kwargs)
 
 
