@@ -44,7 +44,8 @@ class FourBits(NamedTuple):
 def amax_of(weight: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude of a matrix, or of each matrix of a stack, in FP32; NaN if one is NaN."""
     if not weight.is_cpu:
-        return torch.linalg.vector_norm(weight, torch.inf, (-2, -1), dtype=torch.float32)  # in one pass
+        found: torch.Tensor = torch.linalg.vector_norm(weight, torch.inf, (-2, -1), dtype=torch.float32)  # in one pass
+        return found
     ends = [torch.aminmax(matrix) for matrix in weight.view(-1, *weight.shape[-2:])]  # which makes no copy
     return torch.stack([torch.maximum(-low, high) for low, high in ends]).view(weight.shape[:-2]).float().abs()
 
