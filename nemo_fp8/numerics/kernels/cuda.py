@@ -129,7 +129,7 @@ def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
         return False
     if into.shape != x.shape[::-1] or into.dtype != x.dtype:
         raise ValueError(f"{tuple(x.shape)} of {x.dtype} turned into memory of {tuple(into.shape)} of {into.dtype}.")
-    _start(turned(x, into))
+    _start(turning(x, into))
     return True
 
 
@@ -203,7 +203,7 @@ def back(codes: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, out: torch.Te
     )  # fmt: skip
 
 
-def turned(x: torch.Tensor, into: torch.Tensor) -> Launch:
+def turning(x: torch.Tensor, into: torch.Tensor) -> Launch:
     """Return the launch that writes a matrix into memory of its columns, as rows."""
     (rows, cols), (words, side), aligned = x.shape, TURNED[x.itemsize], _aligned(x, into)
     return Launch(
@@ -240,7 +240,7 @@ def variants() -> Iterator[tuple[str, Launch]]:
             yield f"{format.name} to {named}, {shown}", back(codes, torch.empty(_grid(x, tile)), tile, values)
     for (words, side), aligned in itertools.product(TURNED.values(), (True, False)):
         x = torch.empty(side, side if aligned else side - 1, dtype=words)
-        yield f"{words.itemsize} bytes turned{'' if aligned else ', unaligned'}", turned(x, x.new_empty(x.shape[::-1]))
+        yield f"{words.itemsize} bytes turned{'' if aligned else ', unaligned'}", turning(x, x.new_empty(x.shape[::-1]))
 
 
 def _start(launch: Launch) -> None:
