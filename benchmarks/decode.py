@@ -1,6 +1,6 @@
-"""What tokens cost on a CPU: engines in BF16, in FP8, whose products take the codes or decode them on each call, and
-with NVFP4 weights, which vLLM's emulation decodes on each call. `spinning` is BF16 in vLLM's own executor, and all
-others are in the one that sleeps, which `engine_args` names.
+"""What tokens cost on a CPU: engines in BF16, packed or multiplied by rows, in FP8, whose products take the codes or
+decode them on each call, and with NVFP4 weights, which vLLM's emulation decodes on each call. `spinning` is BF16 in
+vLLM's own executor, and all others are in the one that sleeps, which `engine_args` names.
 
     .venv-rollout/bin/python benchmarks/decode.py                        all of these; --json prints one line
     .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engines that decode
@@ -36,6 +36,7 @@ BATCHES, PROMPT = (1, 8), (8, 256)
 SHORT, LONG = 2, 14
 # What is run -> the contract and options of its engine.
 KERNELS: dict[str, dict[str, str]] = {
+    "rows": {"rollout": "compute", "unquantized": "rows"},
     "auto": {"kernel": "auto"},
     "codes": {"kernel": "codes"},
     "decode": {"kernel": "decode"},
@@ -116,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompts", action="store_true", help="time prompts, too, which takes minutes in BF16")
-    parser.add_argument("--kernels", nargs="*", default=["codes", "decode", "nvfp4"], choices=KERNELS)
+    parser.add_argument("--kernels", nargs="*", default=["rows", "codes", "decode", "nvfp4"], choices=KERNELS)
     parser.add_argument("--products", action="store_true", help="the products of one layer only, without an engine")
     parser.add_argument("--processor-time", action="store_true", help="of engines in one process with one thread")
     parser.add_argument("--as-avx2", action="store_true", help="see a processor with AVX2 and nothing newer")

@@ -45,6 +45,12 @@ def serve(
     kernel: Annotated[
         str, typer.Option("--kernel", metavar="WORD", help="auto; codes or decode: FP32 products on any CPU.")
     ] = "auto",
+    unquantized: Annotated[
+        str,
+        typer.Option(
+            "--unquantized", metavar="WORD", help="packed, or rows: BF16 weights as they lie in a checkpoint."
+        ),
+    ] = "packed",
     no_token: Annotated[bool, typer.Option("--no-token", help="Let every user of this machine push weights.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
     as_json: Json = False,
@@ -77,6 +83,7 @@ def serve(
             push_token=drawn,
             activations=activations,
             kernel=kernel,
+            unquantized=unquantized,
             more=context.args,
         )
         if as_json:

@@ -67,6 +67,8 @@ PLUGIN_OPTIONS = {
     # vLLM's FP8 kernel if it has one for this machine, else "codes": FP32 products that take the codes themselves for a
     # few tokens, and decode a weight for more. "decode" decodes it for any number of tokens.
     "kernel": ("auto", "codes", "decode"),
+    # Weights in the compute dtype: packed by vLLM for a CPU's kernels, or multiplied as they lie in a checkpoint.
+    "unquantized": ("packed", "rows"),
     # vLLM's cache, of the type that its own argument says; or keys and values rounded to FP8 in one of BF16 (CPUs).
     "cache": ("auto", "rounded"),
 }

@@ -24,7 +24,7 @@ from nemo_fp8.preflight.answers import answer
 from nemo_fp8.preflight.engine import require
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.preflight.support import ROUNDED, UNSUPPORTED
-from nemo_fp8.render.vllm import options_of_plugin, to_vllm
+from nemo_fp8.render.vllm import PLUGIN, options_of_plugin, to_plugin, to_vllm
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ def engine_args(
     *,
     activations: str = "kernel",
     kernel: str = "auto",
+    unquantized: str = "packed",
     machine: Machine | str | None = None,
 ) -> dict[str, Any]:
     """Return keyword arguments for ``vllm.LLM`` on a BF16 checkpoint.
@@ -44,8 +45,9 @@ def engine_args(
     ``precision`` is a contract, or the name of a preset or of a YAML file. ``activations="emulated"`` quantizes
     activations before a kernel that takes BF16 (a CPU's), so that log-probabilities are those of W8A8.
     ``kernel="codes"`` multiplies in FP32, with the codes themselves for a few tokens, as a CPU without AMX does anyway;
-    ``"decode"`` decodes a weight for any number of tokens. ``machine`` is where the engine will run, a :class:`Machine`
-    or its words; if not given, :func:`engine_machine` finds it if it can.
+    ``"decode"`` decodes a weight for any number of tokens. ``unquantized="rows"`` multiplies with weights in BF16 as
+    they lie in a checkpoint, where vLLM packs them for a CPU: a push then writes them in place. ``machine`` is where
+    the engine will run, a :class:`Machine` or its words; if not given, :func:`engine_machine` finds it if it can.
 
     A CPU for which vLLM has no FP8 KV cache gets one in BF16, with keys and values rounded to FP8. On a CPU the engine
     sleeps while its workers compute (``distributed_executor_backend``).
@@ -65,10 +67,17 @@ def engine_args(
             "Set kv_cache='auto', or rollout='fp8'.",
         )
     options = options_of_plugin(
-        {"activations": activations, "kernel": kernel, "cache": "rounded" if rounded else "auto"}
+        {
+            "activations": activations,
+            "kernel": kernel,
+            "unquantized": unquantized,
+            "cache": "rounded" if rounded else "auto",
+        }
     )
     arguments = to_vllm(p.replace(kv_cache="auto") if rounded else p, plugin=True) | {"worker_extension_cls": WORKER}
-    if p.rolls_out_quantized:
+    if unquantized == "rows" and not p.rolls_out_quantized:
+        arguments |= {"quantization": PLUGIN, "hf_overrides": {"quantization_config": to_plugin(p)}}
+    if "hf_overrides" in arguments:
         contradictions = [*_contradicted(environment(p))]
         if contradictions:
             raise PrecisionError(contradictions)

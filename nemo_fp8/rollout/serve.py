@@ -62,12 +62,13 @@ def server_for(
     push_token: str | None = None,
     activations: str = "kernel",
     kernel: str = "auto",
+    unquantized: str = "packed",
     more: Sequence[str] = (),
 ) -> Server:
     """Return the server of a model under a contract; nothing is started.
 
-    ``token`` guards all paths, ``push_token`` pushes. ``activations`` and ``kernel`` are those of :func:`engine_args`.
-    ``more`` are words for vLLM, such as ``--max-model-len 4096``.
+    ``token`` guards all paths, ``push_token`` pushes. ``activations``, ``kernel`` and ``unquantized`` are those of
+    :func:`engine_args`. ``more`` are words for vLLM, such as ``--max-model-len 4096``.
 
     Raises PrecisionError if other machines could reach the server without a token, or the contract, the model and this
     machine do not fit together.
@@ -93,7 +94,7 @@ def server_for(
     require("rollout")
     contract = given(precision)
     check_model(model, contract)
-    arguments = engine_args(contract, activations=activations, kernel=kernel)
+    arguments = engine_args(contract, activations=activations, kernel=kernel, unquantized=unquantized)
     words = [sys.executable, "-m", MODULE, "--model", model, "--host", host, "--port", str(port), *flags(arguments)]
     words += ["--middleware", PUSHES]
     if token is not None:

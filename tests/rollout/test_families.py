@@ -14,7 +14,13 @@ from support.rollout import families, family_trial
 # that multiplies weights once and notes that it has.
 SOME = ("llama", "gpt_oss", "llama4", "gpt_neox", "nemotron_h", "minimax_m2", "longcat_flash")
 MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
-CONTRACTS = {"MXFP8": MX, "powers of 2": {"weight_scale": "pow2"}, "one scale": {"rollout_block": "tensor"}}
+ROWS = {"rollout": "compute", "unquantized": "rows"}
+CONTRACTS = {
+    "MXFP8": MX,
+    "powers of 2": {"weight_scale": "pow2"},
+    "one scale": {"rollout_block": "tensor"},
+    "BF16 by rows": ROWS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +43,20 @@ def test_a_push_is_a_fresh_load_to_the_bit(root, family):
 @pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CONTRACTS)
 @pytest.mark.parametrize("family", ["nemotron_h", "gpt_neox"])
 def test_so_it_is_in_other_blocks_and_scales(root, family, contract):
-    """On a CPU without AMX as with it."""
+    """On a CPU without AMX as with it; and in BF16, multiplied as it lies in a checkpoint."""
     as_a_load(family_trial.in_memory(root, family, **contract))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_so_it_is_in_bf16_by_rows(root, family):
+    def by_rows(root, family):
+        return family_trial.in_memory(root, family, **ROWS)
+
+    found = family_trial.tried(root, family, by_rows)
+    if "not in BF16" in found:
+        pytest.skip(found["not in BF16"])
+    as_a_load(found["by_rows"])
 
 
 def as_a_load(found):

@@ -98,6 +98,8 @@ def shuffled(pairs):
         ("qwen3_odd", {}),
         ("qwen3", MX),
         ("qwen3", {"rollout_block": "tensor"}),
+        ("llama_tied", {"unquantized": "rows", "first_layers": 1}),
+        ("qwen3_moe", {"unquantized": "rows", "rollout": "compute"}),
     ],
     ids=str,
 )

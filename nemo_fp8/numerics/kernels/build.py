@@ -32,13 +32,13 @@ from pathlib import Path
 from nemo_fp8.own_folder import own_folder
 
 _NAMES = (
-    "fp8_quantize.c", "fp8_decode.c", "fp8_multiply.c", "fp8_accumulate.c", "fp8_sums.c", "fp8_patch.c",
-    "fp8_turn.c", "fp4_quantize.c", "fp4_decode.c", "fp4_count.c",
+    "fp8_quantize.c", "fp8_decode.c", "fp8_multiply.c", "bf16_multiply.c", "fp8_accumulate.c", "fp8_sums.c",
+    "fp8_patch.c", "fp8_turn.c", "fp4_quantize.c", "fp4_decode.c", "fp4_count.c",
 )  # fmt: skip
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _SHARED = (
     "fp8.h", "fp8_job.h", "fp8_tops.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h", "fp8_tables.h",
-    "fp8_sums.h", "fp4_turn.h", "turn_eight.h",
+    "fp8_sums.h", "fp4_turn.h", "turn_eight.h", "product.h",
 )  # fmt: skip
 HEADERS = tuple(Path(__file__).with_name(name) for name in _SHARED)
 FLAGS = (

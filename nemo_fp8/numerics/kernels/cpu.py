@@ -75,6 +75,17 @@ class _MultiplyJob(ctypes.Structure):
     )
 
 
+class _RowsJob(ctypes.Structure):
+    """`struct rows_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "room", "bias", "y", "parallel")),
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "cols")),
+        *((name, ctypes.c_int32) for name in ("y_type", "threads")),
+        ("next", ctypes.c_int64),
+    )
+
+
 class _AccumulateJob(ctypes.Structure):
     """`struct accumulate_job` of the C source."""
 
@@ -257,6 +268,30 @@ def multiply(
         SOURCES[x.dtype], SOURCES[y.dtype], scale_inv.dtype != torch.float32, threads(codes),
     )  # fmt: skip
     return y.to(dtype) if library.nemo_fp8_multiply(ctypes.byref(job)) else None
+
+
+def multiply_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor | None:
+    """Compute ``x @ weight.T + bias`` of BF16 matrices from the weight as it lies, as `bf16_multiply.c` says.
+
+    Sums are FP32, and rounded once if ``dtype`` is BF16. None if there is no kernel for it. It is meant for a few rows
+    of ``x``, and correct for any number of them. Raises ValueError if the shapes do not fit.
+    """
+    library = build.library()
+    if library is None or not x.dtype == weight.dtype == torch.bfloat16 or not weight.is_contiguous():
+        return None
+    tokens, (rows, cols) = x.shape[0], weight.shape
+    if x.dim() != 2 or x.shape[1] != cols:
+        raise ValueError(f"{tuple(x.shape)} times a weight of {tuple(weight.shape)}.")
+    x, bias = x.contiguous(), None if bias is None else bias.to(torch.float32).contiguous()
+    room = torch.empty(tokens * cols, dtype=torch.float32)
+    y = torch.empty((tokens, rows), dtype=dtype)
+    job = _RowsJob(
+        x.data_ptr(), weight.data_ptr(), room.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+        parallel(), tokens, rows, cols, SOURCES[dtype], threads(weight),
+    )  # fmt: skip
+    return y if library.nemo_fp8_multiply_rows(ctypes.byref(job)) else None
 
 
 def accumulate(

@@ -15,7 +15,7 @@
    The trade-off: for every TOKENS_AT_ONCE rows of x the codes become numbers once more. From some number of rows on it is faster to
    decode the matrix once, and to multiply it with the best product there is. Without AVX2 there is no such kernel. */
 
-#include "fp8.h"
+#include "product.h"
 
 typedef struct multiply_job {
     const void *x; /* rows of BF16 or FP32 */
@@ -82,10 +82,6 @@ INLINE reals add_dots(reals sum, words a, const uint16_t *b) { return (void)a, (
 
 /* ---------------------------------------------------------------------------------------------- x, in the order of the sums */
 
-INLINE uint32_t fp32_of(const void *x, int64_t i, int type) {
-    return type == BF16 ? (uint32_t)((const uint16_t *)x)[i] << 16 : ((const uint32_t *)x)[i];
-}
-
 /* The columns of a group go where `to_bf16` leaves those of codes: a vector for each part in FP32, one for two parts in BF16. */
 INLINE void lay_out_row(const void *x, void *to, int64_t n, int type, int dots, float factor) {
     for (int64_t c = 0; c < n; c += GROUP) {
@@ -139,21 +135,6 @@ INLINE int has_nan(const uint8_t *codes, int64_t n) {
     uint8_t top = 0;
     for (int64_t i = 0; i < n; i++) { uint8_t code = codes[i] | 0x80; top = code > top ? code : top; }
     return top == 0xff;
-}
-
-/* The sums of the lanes of four vectors. */
-INLINE void sums_of_four(const reals *v, float *four) {
-    __m256 half[4];
-    for (int i = 0; i < 4; i++) half[i] = half_sum(v[i]);
-    __m256 quarters = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
-    _mm_storeu_ps(four, _mm_add_ps(_mm256_castps256_ps128(quarters), _mm256_extractf128_ps(quarters, 1)));
-}
-
-INLINE void put(const multiply_job *j, int64_t token, int64_t row, float sum) {
-    int64_t i = token * j->rows + row;
-    if (j->bias) sum += j->bias[row];
-    if (j->y_type == FP32) ((float *)j->y)[i] = sum;
-    else ((uint16_t *)j->y)[i] = (uint16_t)((sum != sum ? 0x7fc00000 : bits(sum) + 0x7fff + (bits(sum) >> 16 & 1)) >> 16);
 }
 
 /* Some rows of codes times some of x. `mx` allows scales that are no floats, and small tiles. */
@@ -215,13 +196,7 @@ INLINE void multiply_block(const multiply_job *j, table n, int64_t row, int64_t 
         for (int r = 0; r < rows; r++)
             if (has_nan(codes + r * j->cols, j->cols))
                 for (int t = 0; t < tokens; t++) total[r * tokens + t] = V(set1_ps)(NAN);
-    for (int i = 0; i < rows * tokens; i += 4) {
-        reals v[4];
-        float sum_of[4];
-        for (int k = 0; k < 4; k++) v[k] = total[i + k < rows * tokens ? i + k : i];
-        sums_of_four(v, sum_of);
-        for (int k = 0; k < 4 && i + k < rows * tokens; k++) put(j, token + (i + k) % tokens, row + (i + k) / tokens, sum_of[k]);
-    }
+    put_sums((result){j->y, j->bias, j->rows, j->y_type}, total, row, token, rows, tokens);
 }
 
 INLINE void multiply_rows(const multiply_job *j, table n, int64_t row, int rows, int dots, int mx) {

@@ -76,6 +76,8 @@ INTERNALS = (
     Internal(f"{_LAYERS}.linear", "LinearMethodBase.create_weights", _CREATE_LINEAR),
     Internal(f"{_LAYERS}.linear", "QKVParallelLinear"),
     Internal(f"{_LAYERS}.linear", "UnquantizedLinearMethod.create_weights", ("layer", "extra_weight_attrs")),
+    Internal(f"{_LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", ("layer",)),
+    Internal(f"{_LAYERS}.linear", "UnquantizedLinearMethod.apply", ("layer", "x", "bias")),
     Internal(f"{_LAYERS}.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
     Internal("vllm.model_executor.parameter", "ModelWeightParameter"),
     Internal("vllm.model_executor.utils", "replace_parameter", ("layer", "param_name")),
@@ -118,6 +120,8 @@ INTERNALS = (
     Internal("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory.get_connector_class"),
     Internal("vllm.distributed.kv_transfer.kv_connector.v1", "KVConnectorBase_V1.reset_cache"),
     Internal(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
+    Internal(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.apply", ("layer", "x", "bias")),
+    Internal(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding"),
     Internal(
         f"{_TRANSFER}.factory",
         "WeightTransferEngineFactory.register_engine",

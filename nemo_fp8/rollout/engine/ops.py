@@ -3,6 +3,7 @@
     fake_quantize    x -> code * scale_inv of x, in groups along the last dimension: the operand of an FP8 GEMM
     decoded_linear   x @ (code * scale_inv).T, rounded once: an FP8 GEMM for a machine that has none
     decoded_experts  the same for the experts of a MoE layer, one expert's tokens after the other
+    rows_linear      x @ weight.T with a weight in BF16 as it lies in a checkpoint
 
 For up to ``DIRECT`` tokens a product takes the codes themselves (:func:`nemo_fp8.numerics.kernels.cpu.multiply`), so
 that a weight is read once, at one byte. For more tokens it decodes the weight first, on each call. Decoding it once for
@@ -19,14 +20,14 @@ from collections.abc import Callable
 import torch
 
 from nemo_fp8.contract import Operand
-from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
+from nemo_fp8.numerics.bf16 import fp32_matmul, linear, multiplies_bf16
 from nemo_fp8.numerics.gemm import is_exact_in_bf16
 from nemo_fp8.numerics.kernels import cpu
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
 
 DIRECT = 64
-"""The most tokens with which a product from codes is faster than one from decoded weights."""
+"""The most tokens with which a product from codes, or from rows, is faster than one that decodes or packs weights."""
 
 
 @torch.library.custom_op("nemo_fp8::fake_quantize", mutates_args=())
@@ -111,6 +112,19 @@ def decoded_experts(
 @decoded_experts.register_fake
 def _(x: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("nemo_fp8::rows_linear", mutates_args=())
+def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``x @ weight.T + bias``; up to ``DIRECT`` tokens from the rows of a BF16 weight themselves."""
+    tokens = x.reshape(-1, x.shape[-1])
+    out = cpu.multiply_rows(tokens, weight, bias) if 0 < tokens.shape[0] <= DIRECT else None
+    return linear(x, weight, bias) if out is None else out.view(*x.shape[:-1], weight.shape[0])
+
+
+@rows_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def weighted_experts(

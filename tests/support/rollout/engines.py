@@ -88,7 +88,7 @@ def fp8(**fields):
     from nemo_fp8.contract import Precision
     from nemo_fp8.render.vllm import to_plugin
 
-    options = {name: fields.pop(name) for name in ("activations", "kernel") if name in fields}
+    options = {name: fields.pop(name) for name in ("activations", "kernel", "unquantized") if name in fields}
     return {
         "quantization": "nemo_fp8",
         "hf_overrides": {"quantization_config": to_plugin(Precision(**{"rollout": "fp8"} | fields)) | options},
