@@ -6,7 +6,8 @@ engine would take a processor. The wall clock is what a trainer waits. A push ke
 copies while the worker quantizes, and vLLM's EngineCore asks for an answer), so on a machine with few processors, or a
 busy one, the processor time of the sender and of the worker is told beside it. Threads of OpenMP that wait do not spin
 (`OMP_WAIT_POLICY=passive`, unless the variable says otherwise): they would take a processor from the other side. "From
-shared memory" is a push of SharedWeights, which are not copied. vLLM's own reload reads the same checkpoint from disk
+shared memory" is a push of SharedWeights, which are not copied. "By rows" is BF16 that is multiplied as it lies in a
+checkpoint, and not packed. vLLM's own reload reads the same checkpoint from disk
 (the system's cache) in the worker, through the same quantization method, in an engine to which nothing is pushed: a
 push has the C library keep freed memory, by which a later reload is faster, too. The copy limit is that of a plain
 torch copy of as many bytes as the tensors have, in turns with the pushes. Extra memory is what the high-water marks of
@@ -43,11 +44,12 @@ SHAPE = {"hidden": 2048, "layers": 4, "intermediate": 6144, "heads": 16, "kv_hea
 EXPERTS = {"hidden": 128, "layers": 48, "intermediate": 512, "heads": 1, "kv_heads": 1, "head_dim": 128, "experts": 128}
 AS_MANY = {"hidden": 2048, "layers": 6, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128}
 CHANGES = "FP8 push of changes"
-# A format -> the contract of its engine; None in BF16.
+# A format -> the contract and options of its engine; None without our plugin, packed by vLLM.
 FORMATS: dict[str, dict[str, str] | None] = {
     "FP8": {},
     "NVFP4": {"rollout": "nvfp4", "activation_scheme": "none"},
     "BF16": None,
+    "BF16 by rows": {"rollout": "compute", "unquantized": "rows"},
 }
 # One run as one JSON object: key -> where it is in the record.
 KEYS = {
@@ -56,6 +58,8 @@ KEYS = {
     "bf16_push_s": ("best", "BF16 push", "wall"),
     "fp8_shared_push_s": ("best", "FP8 push from shared memory", "wall"),
     "bf16_shared_push_s": ("best", "BF16 push from shared memory", "wall"),
+    "bf16_by_rows_push_s": ("best", "BF16 by rows push", "wall"),
+    "bf16_by_rows_shared_push_s": ("best", "BF16 by rows push from shared memory", "wall"),
     "vllm_reload_fp8_s": ("best", "vLLM's own reload, FP8", "wall"),
     "vllm_reload_bf16_s": ("best", "vLLM's own reload, BF16", "wall"),
     "engine_start_s": ("start_seconds", "FP8"),

@@ -147,6 +147,7 @@ def push(record: dict[str, Any]) -> Any:
     ways = {
         "a plain copy of the bytes": (record["copy_seconds"], MUTED),
         "BF16 push": (record["best"]["BF16 push"]["wall"], color("bf16")),
+        "BF16 push, by rows": (record["best"]["BF16 by rows push"]["wall"], color("bf16")),
         "FP8 push": (record["best"]["FP8 push"]["wall"], color("blockwise")),
         "vLLM reads the checkpoint again, BF16": (record["best"]["vLLM's own reload, BF16"]["wall"], color("bf16")),
         "vLLM reads the checkpoint again, FP8": (record["best"]["vLLM's own reload, FP8"]["wall"], color("blockwise")),
@@ -165,7 +166,7 @@ def push(record: dict[str, Any]) -> Any:
             xscale="log",
             xlim=(0.01, 130),
             xlabel=f"seconds, {record['parameters'] / 1e6:.0f} million parameters",
-            ylim=(6.6, -0.6),
+            ylim=(len(ways) - 0.4, -0.6),
         )
         axis.set_xticks([0.01, 0.1, 1, 10, 100], ["0.01", "0.1", "1", "10", "100"])
         axis.set_yticks(range(len(ways)), ways)

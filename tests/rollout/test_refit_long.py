@@ -32,6 +32,19 @@ def test_pushes_are_bitwise_a_fresh_engine(kind, scale, executor):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("executor", ["one", "mp", "server"])
+@pytest.mark.parametrize("delta", [False, True], ids=["everything", "changes"])
+def test_pushes_by_rows_are_bitwise_a_fresh_engine(delta, executor):
+    """In BF16, multiplied as it lies in a checkpoint: changes are patched there, too."""
+    told = refit_matrix.run(executor, "llama_tied", {"rollout": "compute", "unquantized": "rows"}, delta=delta)
+    assert told["bitwise"] == [True] * 4
+    assert told["differ"]
+    assert told["prints"] == [1, 1]
+    assert [bool(why) for why in told["instead"]] == [True, False, False, False][: 4 * delta]
+    assert all(share < 0.5 for share in told["shares"]), told["shares"]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("executor", ["one", "server"])
 def test_fifty_pushes_leave_memory_flat(executor):
     """Of the workers, and of a server that they belong to."""

@@ -65,7 +65,9 @@ def main(executor, kind, fields, pushes, delta, answer, place):
         }
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": backend} if backend else {}
     if served:
-        server = servers.Served(folders[0], Precision(rollout="fp8", **fields), *flags(parallel))
+        options = {name: fields.pop(name) for name in ("unquantized",) if name in fields}
+        contract = Precision(**{"rollout": "fp8"} | fields)
+        server = servers.Served(folders[0], contract, *flags(parallel), **options)
         to, ask, stop = server.url, server.log_probs, server.stop
     else:
         to = engines.start(folders[0], **engines.fp8(**fields), **parallel)
