@@ -72,11 +72,7 @@ def test_changes_leave_every_bit_as_everything_does(here, checkpoint, kind, cont
         one_scale = contract.get("rollout_block") == "tensor"
         packs = here.packs_bf16 and contract.get("unquantized") != "rows"
         linears = [t for t in receipt.tensors if t.name.endswith(("_proj.weight", "mlp.gate.weight"))]
-        packed = {
-            t.name
-            for t in linears
-            if one_scale or (t.kind == "bfloat16" and (packs or ".experts." in t.name))
-        }
+        packed = {t.name for t in linears if one_scale or (t.kind == "bfloat16" and (packs or ".experts." in t.name))}
         assert receipt.delta.whole.keys() == packed
         assert packed or receipt.bytes < receipt.delta.full_bytes / 10
 
