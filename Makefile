@@ -15,6 +15,8 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # OpenMP's threads spin while they wait, and two programs that do so on two cores are ten times slower than one after the other.
 export OMP_WAIT_POLICY := passive
+# Where a container asks for no bytecode, each of the suite's hundreds of processes compiles this package again, and each worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Before a command that must not outlive make, whatever ends make: SIGTERM, Ctrl-C, SIGKILL, the end of a CI job.
 ENDING_WITH_MAKE := exec $(BIN)/python -I -S nemo_fp8/lifetime.py $$PPID 5

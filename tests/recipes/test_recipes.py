@@ -4,6 +4,7 @@ learns."""
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -156,34 +157,39 @@ def test_every_recipe_has_a_script_of_its_name(recipes):
         assert (ROOT / f"recipes/{name}.py").resolve() == ROOT / "recipes/pretrain.py"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("script", "model"), [("mixtral_8x7b", "MixtralConfig8x7B"), ("pretrain", "Llama3Config8B")])
-def test_a_script_without_a_factory_starts_the_recipe_of_its_name(script, model, tmp_path):
-    shown = _python(ROOT / f"recipes/{script}.py", "trainer.max_steps=7", "--dryrun", "--yes", home=tmp_path)
+def test_a_script_without_a_factory_starts_the_recipe_of_its_name(script, model, tmp_path, monkeypatch, capsys):
+    """In this process, which has imported NeMo; the test above starts one in a Python of its own."""
+    path = str(ROOT / f"recipes/{script}.py")
+    monkeypatch.setattr("nemo_run.config._NEMORUN_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [path, "trainer.max_steps=7", "--dryrun", "--yes"])
+    runpy.run_path(path, run_name="__main__")
+    shown = "".join(capsys.readouterr().out.split())  # as in _dryrun
     assert f"(config={model}())" in shown
     assert "max_steps=7" in shown
 
 
-LAUNCH = """
-import nemo_run as run
-from nemo_fp8.experiments import tiny_llama
-from nemo_fp8.experiments.lines import Lines
-from nemo_fp8.experiments.recorder import Recorder
+@pytest.mark.slow
+def test_tiny_llama_learns_under_torchrun(tmp_path, monkeypatch, capfd):
+    """Launched from this process, which has imported NeMo; the ranks are torchrun's."""
+    import nemo_run as run
 
-if __name__ == "__main__":
-    recipe = tiny_llama("bf16_with_fp8_blockwise_mixed", dir={folder!r}, steps=16)
-    recipe.trainer.callbacks.append(run.Config(Recorder, lines=run.Config(Lines, out={steps!r})))
+    from nemo_fp8.experiments import tiny_llama
+    from nemo_fp8.experiments.lines import Lines
+    from nemo_fp8.experiments.recorder import Recorder
+
+    for name, value in _env(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("nemo_run.config._NEMORUN_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    recipe = tiny_llama("bf16_with_fp8_blockwise_mixed", dir=str(tmp_path), steps=16)
+    recipe.trainer.callbacks.append(run.Config(Recorder, lines=run.Config(Lines, out=str(tmp_path / "steps"))))
     recipe.log.ckpt = None
     recipe.trainer.enable_checkpointing = False
     executor = run.LocalExecutor(launcher="torchrun", ntasks_per_node=2)
     run.run(recipe, executor=executor, name="tiny", detach=False, tail_logs=True)
-"""
-
-
-@pytest.mark.slow
-def test_tiny_llama_learns_under_torchrun(tmp_path):
-    (tmp_path / "launch.py").write_text(LAUNCH.format(folder=str(tmp_path), steps=str(tmp_path / "steps")))
-    log = _python(tmp_path / "launch.py", home=tmp_path)
+    log = capfd.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 16
