@@ -51,8 +51,8 @@ def nothing_stays_quantized():
 # Folders and files that take a minute and more. A worker that begins one of them at the end lets the others wait.
 LONGEST_FIRST = (
     "experiments", "recipes", "report", "train", "cli", "test_suite_tool.py", "test_wheel.py", "test_kernels.py",
-    "test_kernels_arm.py", "test_peers.py", "test_refit.py", "test_export.py", "test_serve.py",
-    "test_weight_transfer.py", "test_readme.py", "test_examples.py",
+    "test_kernels_arm.py", "test_peers.py", "test_weight_transfer.py", "test_executor.py", "test_delta_engine.py",
+    "test_refit.py", "test_export.py", "test_serve.py", "test_readme.py", "test_examples.py",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ module again; pytest's own is safe to import.
 import importlib.util
 import logging
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 from support.rollout import settings
@@ -19,6 +20,22 @@ collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]  # these run in .venv-ro
 
 if HAS_VLLM:
     settings.put_in_place()
+
+SHARING = ("test_weight_transfer.py", "test_executor.py", "test_delta_engine.py", "test_refit.py")
+"""Whose tests ask for the same engines ``apart``. Under xdist one worker has them all, in the order of
+``tests/conftest.py``, and starts five engines where workers with a file each would start eight."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneWorkerForTheSameEngines(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "engines" if Path(file).name in SHARING else file
+
+    return OneWorkerForTheSameEngines(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,12 @@
 """Pushes into engines with unfinished requests: what a Ctrl-C left in ``LLM.generate``, and loops around
-``LLMEngine.step``.
+``LLMEngine.step``."""
 
-Run as a script it is the case of an engine whose EngineCore lives in the same process:
-
-    python tests/rollout/unfinished.py FOLDER OTHER_FOLDER
-"""
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from nemo_fp8.rollout import Refit
-from support import ROOT, TESTS
+from support.rollout import engines
 
 MODES = ("wait", "abort", "keep")
 PROMPT = {"prompt_token_ids": [5] * 150}  # longer than a block of the cache
@@ -110,31 +104,16 @@ def within_steps(llm, weights, fresh, running):
 
 
 def in_this_process(folder, other):
-    """Both cases in all modes, in a Python of its own."""
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{ROOT}"}
-    command = [sys.executable, __file__, str(folder), str(other)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-
-
-def main(*folders):
-    from safetensors.torch import load_file
-
-    from support.rollout import engines
-
-    llm, weights = (
-        engines.start(folders[0], apart=False, **engines.fp8()),
-        [load_file(Path(folder) / "model.safetensors") for folder in folders],
-    )
-    assert not hasattr(llm.llm_engine.engine_core, "call_utility")
-    fresh = [answer(llm)]
-    Refit(llm).push(weights[1])  # bitwise a fresh engine, as test_refit.py has it
-    fresh.append(answer(llm))
-    for running in MODES:
-        after_ctrl_c(llm, weights, fresh, running)
-        within_steps(llm, weights, fresh, running)
-    engines.stop(llm)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    """Both cases in all modes, with an EngineCore in the process of the test."""
+    llm = engines.start(folder, apart=False, **engines.fp8())
+    try:
+        assert not hasattr(llm.llm_engine.engine_core, "call_utility")
+        weights = [load_file(Path(path) / "model.safetensors") for path in (folder, other)]
+        fresh = [answer(llm)]
+        Refit(llm).push(weights[1])  # bitwise a fresh engine, as test_refit.py has it
+        fresh.append(answer(llm))
+        for running in MODES:
+            after_ctrl_c(llm, weights, fresh, running)
+            within_steps(llm, weights, fresh, running)
+    finally:
+        engines.stop(llm)
