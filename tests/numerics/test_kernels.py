@@ -396,7 +396,12 @@ def test_a_user_without_a_home_is_told(monkeypatch):
 
 
 def test_ranks_that_start_together_build_one_library(cache):
-    program = "from nemo_fp8.numerics.kernels import build; assert build.library() is not None"
+    """With less to optimize: what is compiled is asked elsewhere, and seconds are enough for ranks to meet."""
+    program = """
+from nemo_fp8.numerics.kernels import build
+build.FLAGS = (*build.FLAGS, "-O1")
+assert build.library() is not None
+"""
     ranks = [
         subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"})
         for _ in range(3)
