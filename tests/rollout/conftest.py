@@ -23,7 +23,7 @@ if HAS_VLLM:
 
 SHARING = ("test_weight_transfer.py", "test_executor.py", "test_delta_engine.py", "test_refit.py")
 """Whose tests ask for the same engines ``apart``. Under xdist one worker has them all, in the order of
-``tests/conftest.py``, and starts five engines where workers with a file each would start eight."""
+``tests/conftest.py``, and starts six engines where workers with a file each would start eight."""
 
 
 @pytest.hookimpl(optionalhook=True)
