@@ -53,6 +53,17 @@ def pushes():
     )
 
 
+def pushes_by_rows():
+    """Times of pushes of BF16 that is multiplied by rows, over those of BF16 that vLLM packs."""
+    refit = _record("refit.json")
+    wall = {name: times["wall"] for name, times in refit["best"].items()}
+    rows, shared, reload = "BF16 by rows push", "BF16 by rows push from shared memory", "vLLM's own reload, BF16"
+    return (
+        f"{wall[rows] / wall['BF16 push']:.2f} times, {wall[rows] / wall[reload]:.2f} of vLLM's own reload; from shared "
+        f"memory {wall[shared] / wall[reload]:.2f}, {refit['copy_seconds'] / wall[shared]:.0%} of a copy"
+    )
+
+
 def _cells(size, row):
     """Shares of a copy of a row of the quantizer's page, without and with statistics: natively, and kept to AVX2."""
     found = []
@@ -113,6 +124,6 @@ def refit_on_an_h100():
 GPU = [on_an_h100, steps_on_an_h100, refit_on_an_h100]
 
 
-@pytest.mark.parametrize("figure", [step_times, suite, pushes, fp8_casts, fp4_casts, *GPU])
+@pytest.mark.parametrize("figure", [step_times, suite, pushes, pushes_by_rows, fp8_casts, fp4_casts, *GPU])
 def test_a_figure_is_its_record_s(figure):
     assert f"| {figure()} |" in (ROOT / "README.md").read_text()
