@@ -7,6 +7,9 @@ to one of
     {"result": ..., "error": why}     what it had found when it failed, died, or was ended
     {"error": why}                    it had found nothing by then
     {"skipped": why}                  it does not apply here
+
+``later`` lists further runs, each with its ``about`` and ``measures``; training alone has some. A run has a BF16 of its
+own, so that a ratio never compares two machines.
 """
 
 from __future__ import annotations
@@ -110,6 +113,16 @@ def read(file: Path) -> dict[str, Any]:
     """Return what a file of JSON holds; empty where there is none."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
+
+
+def runs(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs of a record, the first before later ones; none of an empty one."""
+    return [record, *record.get("later", [])] if record else []
+
+
+def measured(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the measures of all runs; of one that several runs have, the last run's."""
+    return {name: found for run in runs(record) for name, found in run["measures"].items()}
 
 
 def write(file: Path, record: dict[str, Any]) -> None:

@@ -53,19 +53,30 @@ def page(docs: Path, golden: Path) -> str:
     out = [HEAD.format(parts=", ".join(parts.PARTS)), _state(records, golden)]
     for name, record in records.items():
         if record:
-            about, measures = record["about"], record["measures"]
-            lines = ["- A DRY RUN without a GPU: the numbers mean nothing."] if about["dry_run"] else []
-            lines += [f"- {what}: {about[what]}" for what in ("date", "machine", "versions")]
-            results = {each: found["result"] for each, found in measures.items() if "result" in found}
-            out += [f"## {parts.PARTS[name].title}\n", *lines, f"- command: `{about['command']}`\n"]
-            out += ["\n".join(TELL[name](results)).strip() + "\n", _without(measures)]
+            runs = parts.runs(record)
+            out += [f"## {parts.PARTS[name].title}\n", *_about([run["about"] for run in runs])]
+            found = [{each: m["result"] for each, m in run["measures"].items() if "result" in m} for run in runs]
+            out += ["\n".join(TELL[name](*found)).strip() + "\n", _without(parts.measured(record))]
     return "\n".join([*filter(None, out), CHECKED])
+
+
+def _about(runs: list[dict[str, Any]]) -> list[str]:
+    """Return where the numbers come from: of one run line by line, of each of several in a line."""
+    dry = ["- A DRY RUN without a GPU: the numbers mean nothing."] if any(about["dry_run"] for about in runs) else []
+    told = [
+        [*(f"{what}: {about[what]}" for what in ("date", "machine", "versions")), f"command: `{about['command']}`\n"]
+        for about in runs
+    ]
+    if len(told) == 1:
+        return [*dry, *(f"- {line}" for line in told[0])]
+    each = [f"- run {number}, {'; '.join(lines)}".strip() for number, lines in enumerate(told, 1)]
+    return [*dry, *each, "\nA row is compared with the BF16 of its own run.\n"]
 
 
 def _state(records: dict[str, Any], golden: Path) -> str:
     rows = []
     for name, part in parts.PARTS.items():
-        measures = records[name].get("measures", {}).values()
+        measures = parts.measured(records[name]).values()
         failed, skipped = sum("error" in m for m in measures), sum("skipped" in m for m in measures)
         counts = {"measured": len(measures) - failed - skipped, "failed": failed, "not for this GPU": skipped}
         counts["**missing**"] = len(part.measures) - len(measures)
@@ -160,27 +171,37 @@ def refit(results: dict[str, Any]) -> list[str]:
     return out
 
 
-def train(results: dict[str, Any]) -> list[str]:
-    """Return time, memory and loss of each case, beside BF16."""
+def train(*runs: dict[str, Any]) -> list[str]:
+    """Return time, memory and loss of each case, beside the BF16 of its run."""
     out = []
-    for shape in dict.fromkeys(name.partition(": ")[0] for name in results):
-        named = [(name.partition(": ")[2], found) for name, found in results.items() if name.startswith(shape)]
-        cases = {case: found for case, found in named if found.get("losses")}
-        times = {case: median(found["ms"][min(20, len(found["ms"]) // 2) :]) for case, found in cases.items()}
-        rows = []
-        for case, found in cases.items():
-            losses, ms = found["losses"], times[case]
-            gaps = [abs(a - b) for a, b in zip(losses, cases.get("bf16", {}).get("losses", []), strict=False)]
-            rows.append([case, number(ms), number(found["flops"] / ms / 1e9), _ratio(times.get("bf16"), ms)])
-            rows[-1] += [f"{found[key] / 2**30:.1f}" for key in ("memory_built", "memory_peak")]
-            rows[-1] += [len(losses), f"{mean(losses[-max(1, len(losses) // 10) :]):.4f}"]
-            rows[-1] += [f"{mean(gaps):.4f}" if gaps else None, found["fp8_weights"]]
-        if rows:
-            some = next(iter(cases.values()))
+    for shape in dict.fromkeys(name.partition(": ")[0] for run in runs for name in run):
+        rows, some = [], None
+        for number_of_run, run in enumerate(runs, 1):
+            named = [(name.partition(": ")[2], found) for name, found in run.items() if name.startswith(shape)]
+            cases = {case: found for case, found in named if found.get("losses")}
+            some = some or next(iter(cases.values()), None)
+            rows += [[number_of_run, *row] for row in _steps(cases)]
+        if some:
             title = f"{shape}: {some['parameters']:,} parameters, {some['tokens']:,} tokens a step"
             head = "case | ms a step | TFLOP/s | faster than BF16 | GiB built | GiB peak | steps | loss, last tenth"
-            out += _told(title, f"{head} | from BF16's, mean | FP8 weights", rows)
+            head += " | from BF16's, mean | FP8 weights"
+            several = len(runs) > 1
+            out += _told(title, f"run | {head}" if several else head, rows if several else [row[1:] for row in rows])
     return out
+
+
+def _steps(cases: dict[str, Any]) -> list[list[Any]]:
+    """Return the rows of one run."""
+    rows = []
+    times = {case: median(found["ms"][min(20, len(found["ms"]) // 2) :]) for case, found in cases.items()}
+    for case, found in cases.items():
+        losses, ms = found["losses"], times[case]
+        gaps = [abs(a - b) for a, b in zip(losses, cases.get("bf16", {}).get("losses", []), strict=False)]
+        rows.append([case, number(ms), number(found["flops"] / ms / 1e9), _ratio(times.get("bf16"), ms)])
+        rows[-1] += [f"{found[key] / 2**30:.1f}" for key in ("memory_built", "memory_peak")]
+        rows[-1] += [len(losses), f"{mean(losses[-max(1, len(losses) // 10) :]):.4f}"]
+        rows[-1] += [f"{mean(gaps):.4f}" if gaps else None, found["fp8_weights"]]
+    return rows
 
 
 TELL = {"conformance": conformance, "kernels": kernels, "refit": refit, "train": train}

@@ -161,6 +161,45 @@ def test_a_refit_that_wrote_other_codes_is_told():
     assert "Other codes or scales: eager" in page("8B")
 
 
+def trained(ms: float, loss: float) -> dict:
+    """What a case of training leaves, of four steps."""
+    sizes = {"parameters": 1, "tokens": 1, "flops": 1, "fp8_weights": 0, "memory_built": 0, "memory_peak": 0}
+    return sizes | {"ms": [ms] * 4, "losses": [loss] * 4}
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    """The cells of every row of a page's tables."""
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in "\n".join(lines).splitlines() if "|" in row]
+
+
+def test_a_case_is_compared_with_the_bf16_of_its_own_run():
+    first = {"moe: bf16": trained(100, 2.0), "moe: delayed": trained(80, 2.5)}
+    later = {"moe: bf16": trained(200, 1.0), "moe: tensorwise": trained(400, 1.25)}
+    head, _, *rows = cells(report.train(first, later))
+    column = {name: at for at, name in enumerate(head)}
+    shown = {(row[column["run"]], row[column["case"]]): row for row in rows}
+    ratios = {key: row[column["faster than BF16"]] for key, row in shown.items()}
+    assert ratios == {
+        ("1", "bf16"): "1.00x",
+        ("1", "delayed"): "1.25x",
+        ("2", "bf16"): "1.00x",
+        ("2", "tensorwise"): "0.50x",
+    }
+    assert [row[column["from BF16's, mean"]] for row in rows] == ["0.0000", "0.5000", "0.0000", "0.2500"]
+    assert cells(report.train(first))[0] == head[1:], "one run needs no number"
+
+
+def test_every_run_of_a_record_has_its_bf16_and_is_told():
+    record = parts.read(parts.DOCS / "gpu_train.json")
+    runs = parts.runs(record)
+    page = (ROOT / "docs/benchmarks/gpu.md").read_text()
+    for number, run in enumerate(runs, 1):
+        for shape in {name.partition(": ")[0] for name in run["measures"]}:
+            assert "result" in run["measures"][f"{shape}: bf16"]
+        assert f"- run {number}, date: {run['about']['date']}" in page
+    assert parts.measured(record).keys() == set().union(*(run["measures"] for run in runs))
+
+
 def test_tables():
     text = report.table("way | ms", [["a\nb", "1,234.5"], ["c", None]])
     assert text.splitlines() == ["| way | ms |", "|---|---:|", "| a b | 1,234.5 |", "| c |  |"]
@@ -172,7 +211,7 @@ def test_the_page_is_up_to_date_and_says_what_is_missing():
     assert page == report.page(parts.DOCS, parts.GOLDEN), "out of date: .venv/bin/python -m benchmarks.gpu.report"
     for name, part in parts.PARTS.items():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
-        measured = parts.read(parts.DOCS / f"gpu_{name}.json").get("measures", {})
+        measured = parts.measured(parts.read(parts.DOCS / f"gpu_{name}.json"))
         assert ("**missing**" in row) == (len(measured) < len(part.measures))
 
 
