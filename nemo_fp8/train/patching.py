@@ -1,9 +1,11 @@
-"""Replace names of Megatron and NeMo while a context is open: a table of patches, checked before it is applied.
+"""Replace names of Megatron, NeMo and TransformerEngine while a context is open: a table of patches, checked before it
+is applied.
 
-Three names are replaced in all. Each is one row that says where, what and why:
+Four names are replaced in all. Each is one row that says where, what and why:
 
     megatron_cpu.py     two that gloo or a build of torch without CUDA cannot serve; for a run on a CPU
     first_weights.py    one that loses the first values of FP8 weights; while a model is built
+    row_casts.py        one that casts shares of FP8 weights into transposes, too, which nobody reads; while a run lasts
 
 Before the first name is replaced, the whole table is compared with the installed versions. If a name is gone, or the
 parameters of a function differ, one PrecisionError names every row that does not fit. When the context closes, also by

@@ -89,6 +89,10 @@ class MixedPrecision(MegatronMixedPrecision):
         self._contexts.close()
         choose_engine(self.contract, self.engine)
         hold_cpu(self._contexts, self.contract)
+        if self.contract.fp8_param:
+            from nemo_fp8.train.row_casts import hold_row_casts
+
+            hold_row_casts(self._contexts, self.contract)
         with super().module_init_context(), true_first_weights() if self.contract.fp8_param else nullcontext():
             yield
 

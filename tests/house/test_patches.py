@@ -1,7 +1,7 @@
 """What is replaced of somebody else's has a row with its reason, wherever it is: names of modules and classes, and
 methods of single objects.
 
-    Patch(target, name, ours, why)      Megatron and NeMo, while a context is open (``train/patching.py``)
+    Patch(target, name, ours, why)      Megatron, NeMo and TE, while a context is open (``train/patching.py``)
     REPLACED, REMOVED, _tables()        torch, where the CPU stands for a GPU; _AMENDMENTS: TransformerEngine there
     COVERED                             methods of one object, whose class keeps its own: an engine's, a model's
 """

@@ -1,6 +1,8 @@
 """What a rank of a test does: a spawned process imports this file, and nothing of TE before the CPU stands in for its
 GPU."""
 
+from contextlib import ExitStack
+
 import torch
 
 SHAPE = (480, 480)
@@ -46,14 +48,24 @@ def weight_quantizers():
     }
 
 
-def shards(rank, world, path, arch, cases, folder):
+def shards(rank, world, path, arch, cases, folder, mended=None):
     """Weights of which each rank casts its share of the master; the last rank writes down what all of them hold then.
 
-    Shares are gathered by adding bytes, so a rank that wrote beyond its own would be seen.
+    Shares are gathered by adding bytes, so a rank that wrote beyond its own would be seen. ``mended`` is a contract
+    whose casts the plugin mends.
     """
     from nemo_fp8 import te_cpu
 
     te_cpu.install(arch)
+    with ExitStack() as held:
+        if mended is not None:
+            from nemo_fp8.train.row_casts import hold_row_casts
+
+            hold_row_casts(held, mended)
+        _shards(rank, world, path, cases, folder)
+
+
+def _shards(rank, world, path, cases, folder):
     from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)

@@ -10,10 +10,13 @@ from support.te_cases import ARCH
 from support.te_ranks import CUTS, SOURCES, buffers, master, shards, weight_quantizers
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
+from nemo_fp8.contract import Precision
+
 ELSEWHERE = ("mxfp8", "nvfp4") if ARCH < 100 else ("blockwise.fp32",)
 """What the other architecture has."""
 QUANTIZERS = {name: build for name, build in weight_quantizers().items() if name not in ELSEWHERE}
 CASES = list(itertools.product(QUANTIZERS, SOURCES, range(len(CUTS))))
+ONE_SCALE = [case for case in CASES if case[0].partition(".")[0] in ("delayed", "tensorwise")]
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +27,27 @@ def cast_by_three_ranks(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def cast_along_rows(tmp_path_factory):
+    """The same as our plugin has it done, of those that it mends."""
+    folder = tmp_path_factory.mktemp("rows")
+    mended = Precision(format="hybrid", scaling="delayed", fp8_param=True)
+    torch.multiprocessing.spawn(shards, (3, folder / "store", ARCH, ONE_SCALE, folder, mended), nprocs=3)
+    return folder
+
+
 @pytest.mark.parametrize(("recipe", "source", "cut"), CASES)
 def test_ranks_make_what_the_whole_would_be(cast_by_three_ranks, recipe, source, cut):
-    found = torch.load(cast_by_three_ranks / f"{recipe}-{source}-{cut}")
+    held_to_the_whole(cast_by_three_ranks, recipe, source, cut)
+
+
+@pytest.mark.parametrize(("recipe", "source", "cut"), ONE_SCALE)
+def test_ranks_make_it_without_transposes_of_their_shares(cast_along_rows, recipe, source, cut):
+    held_to_the_whole(cast_along_rows, recipe, source, cut)
+
+
+def held_to_the_whole(folder, recipe, source, cut):
+    found = torch.load(folder / f"{recipe}-{source}-{cut}")
     expected = buffers(QUANTIZERS[recipe]()(master(source).bfloat16()))
     assert found.keys() == expected.keys()
     assert len(found) >= 2

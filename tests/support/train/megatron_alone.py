@@ -4,14 +4,17 @@ replaced.
     PYTHONPATH=FOLDER_OF_A_MEGATRON python megatron_alone.py '[{"recipe": "delayed"}, ...]'
 
 prints as JSON the version of Megatron, whether NeMo was imported, and of every run its losses and the linears that ran
-in FP8, or how it was refused.
+in FP8, or how it was refused; of FP8 weights, too, how many there are, what they and their scales are in the end, and
+how many casts of a single row made a transpose.
 """
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +49,18 @@ def main():
     sys.stdout.write(json.dumps({"version": __version__, "nemo": nemo, "runs": runs}) + "\n")
 
 
-def train_or_say(**job):
+def train_or_say(row_casts=False, **job):
+    """``row_casts`` casts master weights to FP8 as our plugin has it done."""
+    with ExitStack() as held:
+        if row_casts:
+            from nemo_fp8.contract import Precision
+            from nemo_fp8.train.row_casts import hold_row_casts
+
+            hold_row_casts(held, Precision(format="hybrid", scaling=job["recipe"], fp8_param=True))
+        return _train_or_say(**job)
+
+
+def _train_or_say(**job):
     try:
         return train(**job)
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -65,6 +79,8 @@ def train(recipe="bf16", experts=False, fp8_param=False, keep=None):
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    from nemo_fp8.te_cpu.quantized import watching_casts
 
     FP8GlobalStateManager.reset()
     torch.manual_seed(1)
@@ -101,7 +117,7 @@ def train(recipe="bf16", experts=False, fp8_param=False, keep=None):
     )
     optimizer = get_megatron_optimizer(adam, [model])
     tokens = (torch.arange(LENGTH + 1) + torch.arange(4)[:, None] * 7) % VOCABULARY
-    losses = []
+    losses, turned = [], []
     for _ in range(STEPS):
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -112,17 +128,31 @@ def train(recipe="bf16", experts=False, fp8_param=False, keep=None):
         loss = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous()).float().mean()
         loss.backward()
         finalize_model_grads([model])
-        optimizer.step()
+        with watching_casts(lambda quantizer, x, out: turned.append(is_turned_row(x, out))):
+            optimizer.step()
         losses.append(loss.item())
     linears = {
         name: module for name, module in model.named_modules() if hasattr(module, "fp8_meta") and hasattr(module, "fp8")
     }
-    stored = sum(hasattr(parameter, "_quantizer") for parameter in model.parameters())
+    stored = [parameter for parameter in model.parameters() if hasattr(parameter, "_quantizer")]
     return {
         "losses": losses,
         "fp8": [name for name, linear in linears.items() if "linear_" in name and linear.fp8],
-        "stored": stored,
+        "stored": len(stored),
+        "bits": [fingerprint(weight) for weight in stored],
+        "turned": sum(turned),
     }
+
+
+def is_turned_row(x, out):
+    return x.numel() == x.shape[-1] and getattr(out, "_transpose", None) is not None
+
+
+def fingerprint(weight):
+    """What a weight's codes, scales and amax are."""
+    kept = [*weight.get_metadata().values(), getattr(weight._quantizer, "amax", None)]
+    said = [str(value.flatten().tolist()) for value in kept if hasattr(value, "tolist")]
+    return hashlib.sha256("".join(said).encode()).hexdigest()
 
 
 def keeping(pattern):
