@@ -27,7 +27,7 @@ from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, Megatron
 from nemo_fp8.contract import Precision
 from nemo_fp8.preflight.engine import choose_engine
 from nemo_fp8.render.nemo import beyond_nemo, changes_from_nemo, from_nemo, resolve_dtypes, to_nemo
-from nemo_fp8.train import checks, repairs
+from nemo_fp8.train import checks, repairs, row_casts
 from nemo_fp8.train.first_weights import give_first_weights, true_first_weights
 from nemo_fp8.train.kept import keep_modules
 from nemo_fp8.train.loading import require_loadable
@@ -69,11 +69,9 @@ class MixedPrecision(MegatronMixedPrecision):
         self._contexts = ExitStack()
         super().__init__(**resolve_dtypes(to_nemo(self.contract)))
         if not self.contract.is_quantized:
-            theirs = self.dtype_config
             kept = {f.name for f in fields(_LeavesFp8Alone)}
-            self.dtype_config: DtypeConfig = _LeavesFp8Alone(
-                **{name: value for name, value in vars(theirs).items() if name in kept}
-            )
+            theirs = {name: value for name, value in vars(self.dtype_config).items() if name in kept}
+            self.dtype_config: DtypeConfig = _LeavesFp8Alone(**theirs)
 
     def replace(self, **changes: Any) -> MixedPrecision:
         """Return the plugin with some arguments changed, as construction takes them; raises what it raises."""
@@ -90,9 +88,7 @@ class MixedPrecision(MegatronMixedPrecision):
         choose_engine(self.contract, self.engine)
         hold_cpu(self._contexts, self.contract)
         if self.contract.fp8_param:
-            from nemo_fp8.train.row_casts import hold_row_casts
-
-            hold_row_casts(self._contexts, self.contract)
+            row_casts.hold_row_casts(self._contexts, self.contract)
         with super().module_init_context(), true_first_weights() if self.contract.fp8_param else nullcontext():
             yield
 
