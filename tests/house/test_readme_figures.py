@@ -61,8 +61,8 @@ def pushes_by_rows():
     wall = {name: times["wall"] for name, times in refit["best"].items()}
     rows, shared, reload = "BF16 by rows push", "BF16 by rows push from shared memory", "vLLM's own reload, BF16"
     return (
-        f"{wall[rows] / wall['BF16 push']:.2f} times, {wall[rows] / wall[reload]:.2f} of vLLM's own reload; from shared "
-        f"memory {wall[shared] / wall[reload]:.2f}, {refit['copy_seconds'] / wall[shared]:.0%} of a copy"
+        f"{wall[rows] / wall['BF16 push']:.2f} times, {wall[rows] / wall[reload]:.2f} of vLLM's own reload; from "
+        f"shared memory {wall[shared] / wall[reload]:.2f}, {refit['copy_seconds'] / wall[shared]:.0%} of a copy"
     )
 
 

@@ -47,7 +47,8 @@ static void lay_out(const rows_job *j) {
         for (int64_t i = 0; i < GROUP; i++) j->room[c + i % 2 * LANES + i / 2] = value(fp32_of(j->x, c + i, BF16));
 }
 
-INLINE void multiply_block(const rows_job *j, int64_t row, int64_t token, int rows, int tokens) {
+/* Some rows of the weight times some of x. `ask` has a bit for each of the next rows of the weight that is to be asked for meanwhile. */
+INLINE void multiply_block(const rows_job *j, int64_t row, int64_t token, int rows, int tokens, unsigned ask) {
     reals total[ROWS_AT_ONCE * TOKENS_AT_ONCE];
     for (int i = 0; i < rows * tokens; i++) total[i] = V(setzero_ps)();
     for (int64_t c = 0; c < j->cols; c += GROUP) {
@@ -55,7 +56,7 @@ INLINE void multiply_block(const rows_job *j, int64_t row, int64_t token, int ro
         for (int r = 0; r < rows; r++) {
             const uint16_t *here = j->weight + (row + r) * j->cols + c;
             weight[r] = V_BITS(loadu)((const words *)here);
-            if (token == 0) ask_for(here + rows * j->cols, BLOCK);
+            if (ask >> r & 1) ask_for(here + rows * j->cols, BLOCK);
         }
         for (int t = 0; t < tokens; t++)
             for (int r = 0; r < rows; r++)
@@ -64,11 +65,13 @@ INLINE void multiply_block(const rows_job *j, int64_t row, int64_t token, int ro
     put_sums((result){j->y, j->bias, j->rows, j->y_type}, total, row, token, rows, tokens);
 }
 
+/* Memory is asked for the next rows all the while: each pass over these ones asks for its share of them. */
 INLINE void multiply_rows(const rows_job *j, int64_t row, int rows) {
-    int64_t t = 0;
-    for (; t + TOKENS_AT_ONCE <= j->tokens; t += TOKENS_AT_ONCE) multiply_block(j, row, t, rows, TOKENS_AT_ONCE);
-    for (; t + 2 <= j->tokens; t += 2) multiply_block(j, row, t, rows, 2);
-    if (t < j->tokens) multiply_block(j, row, t, rows, 1);
+    int64_t passes = (j->tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE, share = (rows + passes - 1) / passes, t = 0;
+    unsigned ask = (1u << share) - 1;
+    for (; t + TOKENS_AT_ONCE <= j->tokens; t += TOKENS_AT_ONCE, ask <<= share) multiply_block(j, row, t, rows, TOKENS_AT_ONCE, ask);
+    for (; t + 2 <= j->tokens; t += 2, ask = 0) multiply_block(j, row, t, rows, 2, ask);
+    if (t < j->tokens) multiply_block(j, row, t, rows, 1, ask);
 }
 
 static void work(void *job) {

@@ -152,10 +152,9 @@ INLINE void multiply_block(const multiply_job *j, table n, int64_t row, int64_t 
     }
     for (int64_t first = 0, b = 0; first < j->cols; first += tile, b += 1 + two) {
         reals sum[ROWS_AT_ONCE][TOKENS_AT_ONCE];
-        for (int r = 0; r < rows; r++) {
-            if (token == 0) ask_for(codes + (r + AHEAD) * j->cols + first, tile);
-            for (int t = 0; t < tokens; t++) sum[r][t] = V(setzero_ps)();
-        }
+        for (int r = 0; r < rows && token == 0; r++) ask_for(codes + (r + AHEAD) * j->cols + first, tile);
+        UNROLLED /* sums stay in registers from here on */
+        for (int i = 0; i < rows * tokens; i++) sum[i / tokens][i % tokens] = V(setzero_ps)();
         for (int64_t c = first; c < first + tile; c += GROUP) {
             words numbers[ROWS_AT_ONCE][2];
             for (int r = 0; r < rows; r++) {
