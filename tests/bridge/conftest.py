@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from support.scheduling import one_worker_for
 
 SHARING = (
     "test_adapters.py",
@@ -13,8 +14,7 @@ SHARING = (
     "test_monitor.py",
     "test_training.py",
 )
-"""Whose tests ask for the runs below. Under xdist one worker has them all, and makes the runs once; it is told by name,
-since pytest-xdist 3.8 passes over its own ``xdist_group`` with pytest 9.2."""
+"""Whose tests ask for the runs below. Under xdist one worker has them all, and makes the runs once."""
 
 HAS_BRIDGE = (
     importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.bridge") is not None
@@ -32,14 +32,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    from xdist.scheduler import LoadFileScheduling
-
-    class OneWorkerForTheRuns(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "runs" if Path(file).name in SHARING else file
-
-    return OneWorkerForTheRuns(config, log)
+    return one_worker_for(SHARING, config, log)
 
 
 @pytest.fixture(autouse=True)

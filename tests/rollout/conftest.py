@@ -10,10 +10,10 @@ module again; pytest's own is safe to import.
 import importlib.util
 import logging
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 from support.rollout import settings
+from support.scheduling import one_worker_for
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]  # these run in .venv-rollout
@@ -28,14 +28,7 @@ SHARING = ("test_weight_transfer.py", "test_executor.py", "test_delta_engine.py"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    from xdist.scheduler import LoadFileScheduling
-
-    class OneWorkerForTheSameEngines(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "engines" if Path(file).name in SHARING else file
-
-    return OneWorkerForTheSameEngines(config, log)
+    return one_worker_for(SHARING, config, log)
 
 
 @pytest.fixture(autouse=True)

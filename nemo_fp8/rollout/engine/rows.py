@@ -6,9 +6,10 @@ layer, and has it packed anew: that is most of its time. With ``unquantized="row
     up to ``ops.DIRECT`` tokens    multiplied with the rows themselves (``bf16_multiply.c``)
     more                           multiplied by torch, whose oneDNN packs on the way
 
-So pushes copy, embeddings and output heads are there once, and a few tokens, which is what a rollout generates, are as
-fast or faster. The trade-off: prompts take longer by what packing on the way takes (docs/rollout.md has how much). The
-experts of a BF16 model stay packed: vLLM has one kernel for them, which takes nothing else.
+So pushes copy, embeddings and output heads are there once, and one request at a time generates faster. The trade-off:
+eight at once are about as fast, or a little slower, and prompts take longer by what packing on the way takes
+(docs/rollout.md has how much). The experts of a BF16 model stay packed: vLLM has one kernel for them, which takes
+nothing else.
 """
 
 from __future__ import annotations
