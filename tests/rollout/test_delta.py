@@ -1,6 +1,7 @@
 """Pushes of changes into vLLM's models, in this process: bitwise a full push, refused where they do not fit, taken back
 where they die."""
 
+import threading
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout import Refit, engine_args
 from nemo_fp8.rollout.engine.kv import scales_of, set_scales
 from nemo_fp8.rollout.refit import wire
+from nemo_fp8.rollout.refit.ledger import Plane
 from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.worker.layouts import Tally
@@ -101,6 +103,34 @@ def test_nothing_changed_is_nothing_sent(checkpoint):
     refit.push(tensors, delta=True)
     receipt = refit.push(tensors, delta=True).require()
     assert (receipt.bytes, receipt.chunks, receipt.delta.changed, receipt.delta.confirmed) == (0, 0, 0, 47)
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["mapping", "iterator"])
+def test_changes_are_looked_for_while_the_engine_answers(checkpoint, pushed, monkeypatch, once):
+    """But not in an iterator, of which everything would have to be pushed if the engine refuses."""
+    worker, refit, tensors = pushed
+    looked, call, find = threading.Event(), worker.call, Plane.change
+    seen = []
+
+    def slowly(method, message):
+        if method == "delta":
+            seen.append(looked.wait(0.2 if once else 20))
+        return call(method, message)
+
+    def looking(*arguments):
+        looked.set()
+        return find(*arguments)
+
+    monkeypatch.setattr(worker, "call", slowly)
+    monkeypatch.setattr(Plane, "change", looking)
+    for base in (refit.ledger.version, "another"):
+        looked.clear()
+        refit.ledger.version = base
+        after = stepped(tensors, len(seen))
+        receipt = refit.push(iter(after.items()) if once else after, delta=True).require()
+        assert (receipt.delta.instead == "") == (base != "another")
+        assert receipt.fingerprint == fresh(checkpoint("qwen3", 0), after)[0].fingerprint
+    assert seen == [not once] * 2
 
 
 def test_one_tensor_that_cannot_be_patched_brings_those_of_its_layer(checkpoint):

@@ -24,4 +24,4 @@ typedef struct job {
     const char *ahead;                            /* of some rows: the first value of those that come next, or NULL */
 } job;
 
-int nemo_fp8_quantize_rows(const job *all, int64_t first, int64_t rows, uint8_t *codes);
+int nemo_fp8_quantize_rows(job *all, int64_t first, int64_t rows, uint8_t *codes);

@@ -84,7 +84,7 @@ typedef struct patch { int64_t steps, others, bytes, changed, largest; } patch;
 typedef struct find_job {
     uint8_t *old;      /* rows of `row_bytes` bytes, of which the first is row `first_row` of the tensor; the new ones in the end */
     const uint8_t *now; /* the new rows; or NULL, and `cast` makes them */
-    const job *cast;
+    job *cast;
     uint8_t *out;      /* the patches, each at the offset of its first row */
     patch *patches;    /* each is of `patch_rows` rows, but for the last */
     const part *parts;

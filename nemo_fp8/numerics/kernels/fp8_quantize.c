@@ -438,11 +438,13 @@ int nemo_fp8_quantize_several(several *s) {
 }
 
 /* Casts some rows of a job on this thread, into codes of their own; `first` is the first row of a tile. */
-int nemo_fp8_quantize_rows(const job *all, int64_t first, int64_t rows, uint8_t *codes) {
+int nemo_fp8_quantize_rows(job *all, int64_t first, int64_t rows, uint8_t *codes) {
     job j = *all;
     int64_t scales = first / j.tile_rows * j.scale_stride * (j.scaling == E8M0 ? 1 : 4);
     j.x = (const char *)j.x + first * j.stride * bytes_of(j.source), j.scale_inv = (char *)j.scale_inv + scales;
     j.rows = rows, j.codes = codes, j.codes_stride = j.cols, j.threads = 1;
     if (first + rows + j.tile_rows <= all->rows) j.ahead = (const char *)j.x + rows * j.stride * bytes_of(j.source);
-    return nemo_fp8_quantize(&j);
+    int good = nemo_fp8_quantize(&j);
+    if (j.wild) all->wild = 1;
+    return good;
 }

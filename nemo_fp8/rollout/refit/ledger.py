@@ -60,20 +60,36 @@ class Cast:
 
     values: torch.Tensor
     operand: Operand
-    codes: torch.Tensor
     scales: torch.Tensor
-    """Memory for all codes, and for the scales, which are there once the codes were made."""
+    """Memory for the scales, which are there once the codes were made."""
+    room: Room
+    """Where the codes will lie if all are made at once."""
+    by_kernel: CastJob | None = None
+    """The job that a kernel was given."""
 
     def made(self) -> torch.Tensor:
         """Quantize all rows, and return their codes on the CPU."""
-        quantize_into(self.values, self.operand, self.codes, self.scales)
-        return self.codes.cpu()
+        codes = self.room.of("codes", tuple(self.values.shape), torch.float8_e4m3fn, self.values.device)
+        quantize_into(self.values, self.operand, codes, self.scales)
+        self.by_kernel = None
+        return codes.cpu()
 
     def job(self, rows: int) -> CastJob | None:
         """Return the cast for a kernel that makes patches of so many rows; None if there is none for that."""
         block, format, kind = self.operand.block, self.operand.format, self.operand.scale
         assert block is not None
-        return None if rows % block[0] else cast_job(self.values, block, format, kind, self.scales)
+        self.by_kernel = None if rows % block[0] else cast_job(self.values, block, format, kind, self.scales)
+        return self.by_kernel
+
+    def infinities(self) -> int:
+        """Return how many of the values are infinite, once the codes were made. They are looked for only if the kernel
+        met what is no number, or a block has the scale that an infinity makes."""
+        met = (
+            bool(self.by_kernel.wild)
+            if self.by_kernel is not None
+            else bool((self.scales == _scale_of_infinity(self.operand.format, self.operand.scale)).any())
+        )
+        return int(self.values.isinf().sum()) if met else 0
 
 
 Rows = torch.Tensor | Cast
@@ -109,8 +125,8 @@ class Plane:
         A patch lies in ``room`` until the next rows are noted.
         """
         new = (rows.job(patch_rows) or rows.made()) if isinstance(rows, Cast) else rows
-        old = self.matrix[row : row + len(rows.values if isinstance(rows, Cast) else rows)]
-        out = room.of("patches", (old.nbytes,), torch.uint8).numpy()
+        old = self.matrix[row : row + (rows.values if isinstance(rows, Cast) else rows).shape[0]]
+        out = room.bytes(old.nbytes)
         kept = {part: print_.sums() for part, print_ in self.prints.items() if part in self.words}
         found = patches.find(
             old, new, out, row=row, patch_rows=patch_rows, sign=self.sign,
@@ -187,6 +203,13 @@ class Room:
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._bytes = np.empty(0, np.uint8)
+
+    def bytes(self, size: int) -> Bytes:
+        """Return so many bytes on the CPU, or more; what was there is gone."""
+        if len(self._bytes) < size:
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes
 
     def of(
         self, what: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
@@ -227,7 +250,6 @@ class Patchable:
         assert self.operand.block is not None
         high, kind = self.operand.block[0], self.planes[SCALES].values.dtype
         self.infinite, self.as_reference = 0, True
-        of_infinity = _scale_of_infinity(self.operand.format, self.operand.scale)
         # A stack whose blocks do not run into one another is quantized as one matrix.
         each = rows if self.entry.shape[-2] % high == 0 else self.entry.shape[-2]
         most = STRIP if verify or build.library() is None else LOOKED_AT
@@ -235,17 +257,15 @@ class Patchable:
         for m, matrix in enumerate(tensor.detach().reshape(-1, each, columns)):
             for row in range(0, each, step):
                 values = matrix[row : row + step]
-                codes = room.of("codes", tuple(values.shape), torch.float8_e4m3fn, values.device)
                 scales = room.of("scales", grid_of(tuple(values.shape), self.operand.block), kind, values.device)
-                cast = Cast(values, self.operand, codes, scales)
-                made = cast.made() if verify else cast
+                cast = Cast(values, self.operand, scales, room)
+                made: Rows = cast
                 if verify:
-                    self._compare(values, codes, scales)
+                    made = cast.made()
+                    self._compare(values, made.to(values.device), scales)
                 yield VALUES, m * each + row, made
-                found = scales.cpu()
-                if bool((found == of_infinity).any()):  # some other blocks have that scale, too, so values are asked
-                    self.infinite += int(values.isinf().sum())
-                yield SCALES, m * -(-each // high) + row // high, found
+                self.infinite += cast.infinities()
+                yield SCALES, m * -(-each // high) + row // high, scales.cpu()
 
     def _compare(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         assert self.operand is not None

@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -32,6 +33,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.rollout.refit.alive import LOOK, in_thread
 from nemo_fp8.rollout.refit.control import RUNNING, Answer, control_of, is_held, why_mixed
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.ledger import Filled, Ledger
@@ -184,7 +186,12 @@ class Refit:
         announced = ledger.manifest if once and manifest is None else self._announced(named_tensors, manifest)
         if {*announced} == {*ledger.manifest}:
             announced = ledger.manifest  # tensors may come in another order than before
-        begun = self._ask("delta", {"push": push, "manifest": announced.digest, "base": ledger.version})
+        begin = {"push": push, "manifest": announced.digest, "base": ledger.version}
+        # An engine nearly always takes it, and what changed can be looked for while it answers; but an iterator that it
+        # refuses must not have begun, and other tensors do not fit the ledger.
+        asked = in_thread(lambda: self._ask("delta", begin))
+        if once or announced is not ledger.manifest:
+            asked.result()
         heads = _TiedHeads(announced, ledger.passed_over, named_tensors)
         skipped = {announced[i].name for i in ledger.passed_over}
         ledger.verify = verify
@@ -195,6 +202,7 @@ class Refit:
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
             changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches)
             first = next(changes, None)  # requests are computed until there is a change to send
+            begun = asked.result()
             self.control.hold(self.running)
             buffers = itertools.chain([] if first is None else [first], changes)
             chunks, sent = self._stream(push, transport, len(begun), announced, buffers)
@@ -203,7 +211,9 @@ class Refit:
             done = self._ask("finish", message)
         except BaseException as error:
             transport.close()
-            self._abandon(push, weight_version, error)
+            wait([asked], LOOK)  # else the engine may hear of the push after its end
+            if not (asked.done() and asked.exception() is error):  # else the engine has refused it, and nothing began
+                self._abandon(push, weight_version, error)
             if once and isinstance(error, Refused):
                 raise PrecisionError([*error.problems, _PUSH_AGAIN]) from error
             raise
