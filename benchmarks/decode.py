@@ -9,7 +9,8 @@ vLLM's own executor, and all others are in the one that sleeps, which `engine_ar
     .venv-rollout/bin/python benchmarks/decode.py --as-avx2              as on a processor with AVX2 and nothing newer
 
 Only ratios within one run mean anything. All engines hold the same model (203 M parameters) and take turns; the least
-time of each counts. `--processor-time` starts them in one process with one thread, and tells its processor time.
+time of each counts. Each turn waits until the engine before it sleeps: vLLM's processes ask their queues without a
+pause for a second after their last message, on one processor or two of those that the next engine computes on. `--processor-time` starts them in one process with one thread, and tells its processor time.
 Decoding is timed by generating two lengths after the same short prompt: the difference in time, over the difference in
 tokens, so that the prompt is in neither. A prompt is timed by one token. Products are told in processor time of one
 thread, which a busy machine changes less.
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # whose engines and models it takes
 SHAPE = {"hidden": 2048, "layers": 4, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128}
 BATCHES, PROMPT = (1, 8), (8, 256)
 SHORT, LONG = 2, 14
+ASLEEP = 1.2  # seconds after which the processes of an engine sleep
 # What is run -> the contract and options of its engine.
 KERNELS: dict[str, dict[str, str]] = {
     "rows": {"rollout": "compute", "unquantized": "rows"},
@@ -159,6 +161,7 @@ def main() -> None:
         for _ in range(options.turns):
             for job in jobs:
                 for kind, llm in running.items():
+                    time.sleep(0 if options.processor_time else ASLEEP)
                     spent = seconds(llm, prompts(*job[:2]), job[2], clock)
                     took[kind][job] = min(took[kind].get(job, spent), spent)
         for llm in running.values():
