@@ -10,10 +10,11 @@ vLLM's own executor, and all others are in the one that sleeps, which `engine_ar
 
 Only ratios within one run mean anything. All engines hold the same model (203 M parameters) and take turns; the least
 time of each counts. Each turn waits until the engine before it sleeps: vLLM's processes ask their queues without a
-pause for a second after their last message, on one processor or two of those that the next engine computes on. `--processor-time` starts them in one process with one thread, and tells its processor time.
-Decoding is timed by generating two lengths after the same short prompt: the difference in time, over the difference in
-tokens, so that the prompt is in neither. A prompt is timed by one token. Products are told in processor time of one
-thread, which a busy machine changes less.
+pause for a second after their last message, on one processor or two of those that the next engine computes on.
+`--processor-time` starts all engines in one process with one thread, and tells its processor time. Decoding is timed by
+generating two lengths after the same short prompt: the difference in time, over the difference in tokens, so that the
+prompt is in neither. A prompt is timed by one token. Products are told in processor time of one thread, which a busy
+machine changes less.
 """
 
 from __future__ import annotations
