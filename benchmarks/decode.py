@@ -36,7 +36,6 @@ sys.path.insert(0, str(ROOT / "tests"))  # whose engines and models it takes
 SHAPE = {"hidden": 2048, "layers": 4, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128}
 BATCHES, PROMPT = (1, 8), (8, 256)
 SHORT, LONG = 2, 14
-ASLEEP = 1.2  # seconds after which the processes of an engine sleep
 # What is run -> the contract and options of its engine.
 KERNELS: dict[str, dict[str, str]] = {
     "rows": {"rollout": "compute", "unquantized": "rows"},
@@ -162,7 +161,7 @@ def main() -> None:
         for _ in range(options.turns):
             for job in jobs:
                 for kind, llm in running.items():
-                    time.sleep(0 if options.processor_time else ASLEEP)
+                    time.sleep(0 if options.processor_time else engines.ASLEEP)
                     spent = seconds(llm, prompts(*job[:2]), job[2], clock)
                     took[kind][job] = min(took[kind].get(job, spent), spent)
         for llm in running.values():

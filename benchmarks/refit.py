@@ -71,7 +71,6 @@ KEYS = {
     "full_bytes": ("changes", "full_bytes"),
     "bf16_bytes": ("bytes",),
 }
-SPIN = 1.1  # seconds after which a worker of vLLM that has nothing to do sleeps
 LR = 3e-6  # a learning rate of RL: about what a step of Adam moves each weight by
 
 
@@ -137,7 +136,9 @@ class Race:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def measured(self, what: Callable[[Any], None], argument: Any) -> dict[str, float]:
-        time.sleep(SPIN)
+        from support.rollout.engines import ASLEEP
+
+        time.sleep(ASLEEP)
         for pid in self.pids.values():
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the high-water mark begins again
         before = {who: memory(pid, "VmRSS") for who, pid in self.pids.items()}

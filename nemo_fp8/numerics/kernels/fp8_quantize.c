@@ -437,7 +437,7 @@ int nemo_fp8_quantize_several(several *s) {
     return !s->failed;
 }
 
-/* Casts some rows of a job on this thread, into codes of their own; `first` is the first row of a tile. */
+/* Casts some rows of a job on this thread, into codes of their own; `first` is the first row of a tile. Tells the job what was wild. */
 int nemo_fp8_quantize_rows(job *all, int64_t first, int64_t rows, uint8_t *codes) {
     job j = *all;
     int64_t scales = first / j.tile_rows * j.scale_stride * (j.scaling == E8M0 ? 1 : 4);

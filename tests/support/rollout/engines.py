@@ -19,6 +19,9 @@ SMALL = {
     "max_logprobs": -1,
 }
 
+ASLEEP = 1.1
+"""Seconds after which processes of vLLM that have nothing to do sleep: for a second they ask their queues."""
+
 
 def start(folder, *, apart=True, **arguments):
     """A small engine on this checkpoint, in processes of its own as vLLM has it by default; not ``apart``, in this one,
