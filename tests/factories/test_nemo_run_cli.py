@@ -19,7 +19,11 @@ def _dryrun(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["trainer.plugins=bf16_with_fp8_blockwise_mixed"], ["fp8_recipe='blockwise'", "fp8_param_gather=False"]),
+        pytest.param(
+            ["trainer.plugins=bf16_with_fp8_blockwise_mixed"],
+            ["fp8_recipe='blockwise'", "fp8_param_gather=False"],
+            marks=pytest.mark.long,
+        ),
         (
             ["trainer.plugins=bf16_with_fp8_mixed(fp8_margin=1)", "trainer.plugins.fp8_amax_history_len=32"],
             ["fp8_margin=1", "fp8_amax_history_len=32", "fp8_recipe='delayed'"],

@@ -138,7 +138,7 @@ def _matrix(job: ctypes.Structure) -> dict[str, int]:
     return {"x": ((apart - 1) * job.stride + together) * (4 if job.source == cpu.FP32 else 2)}
 
 
-@pytest.fixture(scope="module", params=MACHINES)
+@pytest.fixture(scope="module", params=["NEON", pytest.param("SVE and BF16", marks=pytest.mark.long)])
 def machine(request) -> tuple[str, str, bool]:
     return MACHINES[request.param]
 

@@ -187,6 +187,7 @@ def test_what_passes_fails_skips_hangs_and_dies(suite, tmp_path):
     assert "`test_mixed.py::test_fails` (sm90)" in page  # no row explains it
 
 
+@pytest.mark.long
 def test_what_cannot_be_collected_has_failed_and_joins_the_results(suite):
     """Also a file that is not there; one that leaves itself out is skipped."""
     printed, written = suite("--only", "test_broken", "test_absent", "test_no_such_file")
@@ -196,6 +197,7 @@ def test_what_cannot_be_collected_has_failed_and_joins_the_results(suite):
     assert "nothing_of_this_name" in next(iter(written["test_broken.py"]["failures"].values()))
 
 
+@pytest.mark.long
 def test_a_file_that_is_stopped_reports_what_it_got_through(suite):
     printed, written = suite("--only", "test_slow", "--limit", "20")
     assert 1 <= printed["test_slow"]["passed"] < 50
@@ -203,6 +205,7 @@ def test_a_file_that_is_stopped_reports_what_it_got_through(suite):
     assert written["test_slow.py"]["not_reached"] == 50 - printed["test_slow"]["passed"]
 
 
+@pytest.mark.long
 def test_a_file_that_was_stopped_goes_on_where_it_was(suite, tmp_path):
     """The sample is the row's; a row that is whole stays as it is, and none is added to with another tree's tests."""
     _, written = suite("--only", "test_many", "--sample", "9", "--seed", "1", "--limit", "400")
@@ -222,6 +225,7 @@ def test_a_file_that_was_stopped_goes_on_where_it_was(suite, tmp_path):
         suite(*rest)
 
 
+@pytest.mark.long
 def test_what_a_limit_of_its_own_stopped_is_run_again(suite, tmp_path):
     """Alone, and in the place of what it was; a run that does not get through it changes nothing."""
     _, written = suite("--only", "test_sometimes", "--test-limit", "3")
@@ -263,6 +267,7 @@ def test_what_is_added_to_a_row(monkeypatch):
     assert te_suite.Limits(0, 20, 8).rest_of(row, "test_x.py", {}) is None
 
 
+@pytest.mark.long
 def test_ranks_that_a_test_leaves_behind_end_with_it(suite):
     printed, written = suite("--only", "test_ranks.py")
     assert printed == {"test_ranks.py": {"passed": 2, "failed": 0, "skipped": 0}}, written
@@ -284,6 +289,7 @@ assert not Path("/proc", Path("rank").read_text()).exists()
     subprocess.run([sys.executable, "-c", tool], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(TOOLS)}, check=True)
 
 
+@pytest.mark.long
 def test_ranks_run_a_file_together(suite, tmp_path):
     """A test has failed where a rank says so; both are gone when the tool ends."""
     printed, written = suite("--only", "distributed/fsdp2_tests/run_both")
@@ -293,11 +299,13 @@ def test_ranks_run_a_file_together(suite, tmp_path):
             assert str(tmp_path) not in process.read_text(errors="replace")
 
 
+@pytest.mark.long
 def test_a_reference_has_no_need_of_triton(suite):
     printed, written = suite("--only", "test_float8_blockwise_gemm_exact")
     assert printed == {"test_float8_blockwise_gemm_exact": {"passed": 1, "failed": 0, "skipped": 0}}, written
 
 
+@pytest.mark.long
 def test_a_file_has_what_tes_scripts_give_it(suite, tmp_path):
     """Variables, and what is written before; and the page says when, and of which tree."""
     version = tmp_path / "build_tools" / "VERSION.txt"
@@ -312,6 +320,7 @@ def test_a_file_has_what_tes_scripts_give_it(suite, tmp_path):
     assert "| test_float8tensor | is `test_quantized_tensor` since" in page
 
 
+@pytest.mark.long
 def test_tes_debug_tool_finds_its_features_and_looks_on_where_asked(suite):
     _, written = suite("--only", "debug/test_log", "test_numerics", "test_numerics+debug")
     failures = {file: list(row["failures"]) for file, row in written.items()}
@@ -322,11 +331,13 @@ def test_tes_debug_tool_finds_its_features_and_looks_on_where_asked(suite):
     }
 
 
+@pytest.mark.long
 def test_a_module_that_one_test_needs_keeps_no_other_from_running(suite):
     printed, _ = suite("--only", "test_onnx_export")
     assert printed == {"test_onnx_export": {"passed": 1, "failed": 1, "skipped": 0}}
 
 
+@pytest.mark.long
 def test_a_seed_chooses_the_sample_and_is_told(suite, tmp_path):
     chosen = []
     for seed in "0", "1", "1":

@@ -23,11 +23,11 @@ def save(folder, recipe="bf16_mixed", **settings):
     ("recipe", "settings", "layout"),
     [
         pytest.param("bf16_mixed", {}, DP2, id="bf16-dp2"),
-        pytest.param(DELAYED, PLAIN, {}, id="delayed"),
-        pytest.param(DELAYED, GATHER, DP2, id="delayed-fp8-weights-dp2"),
+        pytest.param(DELAYED, PLAIN, {}, id="delayed", marks=pytest.mark.long),
+        pytest.param(DELAYED, GATHER, DP2, id="delayed-fp8-weights-dp2", marks=pytest.mark.long),
         pytest.param(DELAYED, GATHER, TP2, id="delayed-fp8-weights-tp2"),
-        pytest.param(TENSORWISE, GATHER, DP2, id="tensorwise-fp8-weights-dp2"),
-        pytest.param(TENSORWISE, PLAIN | ATTENTION, DP2, id="tensorwise-attention-dp2"),
+        pytest.param(TENSORWISE, GATHER, DP2, id="tensorwise-fp8-weights-dp2", marks=pytest.mark.long),
+        pytest.param(TENSORWISE, PLAIN | ATTENTION, DP2, id="tensorwise-attention-dp2", marks=pytest.mark.long),
         pytest.param(BLOCKWISE, GATHER, DP2, id="blockwise-fp8-weights-dp2"),
         pytest.param(MXFP8, {}, DP2, id="mxfp8-fp8-weights-dp2"),
         pytest.param("fp16_with_fp8_mixed", {}, PP2, id="fp16-delayed-pp2"),
@@ -51,7 +51,11 @@ def test_scales_of_attention_begin_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layout"), [(DELAYED, DP2), (BLOCKWISE, {})], ids=["delayed-dp2", "blockwise-single"]
+    ("recipe", "layout"),
+    [
+        pytest.param(DELAYED, DP2, id="delayed-dp2"),
+        pytest.param(BLOCKWISE, {}, id="blockwise-single", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_resumes_in_another_layout(recipe, layout, tmp_path):
     run = {"settings": GATHER, "reshardable": True}
@@ -62,7 +66,11 @@ def test_a_run_resumes_in_another_layout(recipe, layout, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("bf16_mixed", DELAYED), (BLOCKWISE, "bf16_mixed"), (DELAYED, TENSORWISE)]
+    ("before", "after"),
+    [
+        ("bf16_mixed", DELAYED),
+        *(pytest.param(*both, marks=pytest.mark.long) for both in ((BLOCKWISE, "bf16_mixed"), (DELAYED, TENSORWISE))),
+    ],
 )
 def test_a_run_changes_its_precision_at_a_checkpoint(before, after, tmp_path):
     losses, checkpoint = save(tmp_path, before, reshardable=True, **DP2)

@@ -77,7 +77,10 @@ def test_stock_nemo_trains_on_uninitialised_memory():
 # ---------------------------------------------------------------------- in a run
 
 
-@pytest.mark.parametrize("scaling", RECIPES)
+@pytest.mark.parametrize(
+    "scaling",
+    [pytest.param(name, marks=pytest.mark.long if name in ("delayed", "blockwise") else ()) for name in RECIPES],
+)
 def test_two_ranks_train_as_with_bf16_weights_and_gather_half_the_bytes(scaling):
     settings = {
         "ranks": 2,
@@ -111,7 +114,9 @@ def test_two_ranks_train_as_with_bf16_weights_and_gather_half_the_bytes(scaling)
 ODD = {"stock": False, "config": {"ffn_hidden_size": 192}, "steps": 5, "ranks": 2}
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, id="dp2", marks=pytest.mark.long), pytest.param({"tp": 2}, id="tp2")]
+)
 def test_primary_weights_of_cut_blocks_train_as_with_bf16_weights(layout):
     run, plain = (
         train_tiny(

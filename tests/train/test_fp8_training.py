@@ -50,10 +50,18 @@ def test_wgrad_in_bf16_is_refused():
 # ---------------------------------------------------------------------- layouts
 
 
+DP2, TP2 = {"ranks": 2}, {"ranks": 2, "tp": 2, "sequence_parallel": True}
+
+
 @pytest.mark.parametrize(
-    "layout", [{"ranks": 2}, {"ranks": 2, "tp": 2, "sequence_parallel": True}], ids=["dp2", "tp2-sp"]
+    ("recipe", "layout"),
+    [
+        pytest.param("bf16_with_fp8_mixed", DP2, id="delayed-dp2"),
+        pytest.param("bf16_with_fp8_mixed", TP2, id="delayed-tp2-sp", marks=pytest.mark.long),
+        pytest.param("bf16_with_fp8_subchannel_scaling_mixed", DP2, id="blockwise-dp2", marks=pytest.mark.long),
+        pytest.param("bf16_with_fp8_subchannel_scaling_mixed", TP2, id="blockwise-tp2-sp"),
+    ],
 )
-@pytest.mark.parametrize("recipe", ["bf16_with_fp8_mixed", "bf16_with_fp8_subchannel_scaling_mixed"])
 def test_layouts_agree(recipe, layout):
     assert train_tiny(recipe, stock=False, steps=4, **layout).losses == pytest.approx(
         train_tiny(recipe, stock=False, steps=4).losses, abs=3e-3
@@ -76,9 +84,7 @@ ATTENTION = {"fp8_dot_product_attention": True}
 OF_ATTENTION = {"before": "support.train.attention:watch", "probe": "support.train.attention:alone"}
 
 
-@pytest.mark.parametrize(
-    "layout", [{}, {"ranks": 2}, {"ranks": 2, "tp": 2, "sequence_parallel": True}], ids=["one", "dp2", "tp2-sp"]
-)
+@pytest.mark.parametrize("layout", [{}, DP2, TP2], ids=["one", "dp2", "tp2-sp"])
 @pytest.mark.parametrize("recipe", ["bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed"])
 def test_attention_in_fp8_is_that_of_tes_module_alone(recipe, layout):
     """Outputs and gradients of every call of two steps, to the bit; in BF16 none of them would be the same."""
@@ -88,7 +94,10 @@ def test_attention_in_fp8_is_that_of_tes_module_alone(recipe, layout):
     assert run.extra["equal in bf16"] == [[]] * run.extra["calls"]
 
 
-@pytest.mark.parametrize("recipe", ["bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["bf16_with_fp8_mixed", pytest.param("bf16_with_fp8_current_scaling_mixed", marks=pytest.mark.long)],
+)
 def test_a_model_learns_with_attention_in_fp8(recipe, bf16):
     run = train_tiny(recipe, stock=False, settings=OFF | ATTENTION)
     assert run.losses != train_tiny(recipe, stock=False, settings=OFF).losses
@@ -164,7 +173,7 @@ def test_validation_changes_no_bit_of_training(kept):
 # ---------------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen", marks=pytest.mark.long)])
 def test_models_of_nemo_train_in_fp8(model):
     run = train_tiny(
         "bf16_with_fp8_current_scaling_mixed",
@@ -179,8 +188,15 @@ def test_models_of_nemo_train_in_fp8(model):
     assert len(run.extra["ran"]) == 2 * LINEARS
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["one-by-one", "grouped"])
-@pytest.mark.parametrize("layout", [{}, {"ranks": 2, "ep": 2}], ids=["single", "ep2"])
+@pytest.mark.parametrize(
+    ("layout", "grouped"),
+    [
+        pytest.param({}, False, id="single-one-by-one"),
+        pytest.param({}, True, id="single-grouped", marks=pytest.mark.long),
+        pytest.param({"ranks": 2, "ep": 2}, False, id="ep2-one-by-one", marks=pytest.mark.long),
+        pytest.param({"ranks": 2, "ep": 2}, True, id="ep2-grouped"),
+    ],
+)
 def test_experts_run_in_fp8_and_the_router_does_not(layout, grouped):
     settings = {"model": "mixtral", "steps": 6, "config": {"moe_grouped_gemm": grouped}, **layout}
     run = train_tiny("bf16_with_fp8_mixed", stock=False, probe="support.train.probes:states", **settings)

@@ -48,6 +48,7 @@ def test_mxfp8_is_refused(alone):
     assert "compute capability 10.0" in alone["mxfp8", False]["refused"]
 
 
+@pytest.mark.long
 def test_nemo_trains_with_fp32_scales_of_blocks_and_weights_in_fp8():
     assert preset(BLOCKWISE).weight_scale == "pow2"
     settings = {"weight_scale": "fp32", "activation_scale": "fp32", "fp8_param_gather": True}

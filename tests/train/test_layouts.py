@@ -31,6 +31,7 @@ def test_bf16_trains_in_every_layout(layout, single):
         assert losses == pytest.approx(single, abs=0.3)
 
 
+@pytest.mark.long
 def test_torchrun_gives_what_forked_ranks_give():
     fresh = train_tiny("bf16_mixed", ranks=2, steps=3, torchrun=True, timeout=300)
     assert fresh.losses == train_tiny("bf16_mixed", ranks=2, steps=3).losses

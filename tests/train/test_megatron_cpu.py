@@ -117,7 +117,9 @@ def test_fp16_training_multiplies_in_fp32_without_units(monkeypatch, name):
     assert not bf16._replaced.open[torch.float16]
 
 
-@pytest.mark.parametrize("plugin", ["bf16_mixed", "bf16_with_fp8_blockwise_mixed"])
+@pytest.mark.parametrize(
+    "plugin", [pytest.param("bf16_mixed", marks=pytest.mark.long), "bf16_with_fp8_blockwise_mixed"]
+)
 def test_every_bf16_product_of_a_step_runs_in_fp32_without_units(plugin):
     """Attention, linears, and the output layer, forward and backward, on a processor that oneDNN takes for one with
     AVX2."""

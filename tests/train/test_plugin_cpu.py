@@ -12,7 +12,13 @@ from nemo_fp8.train.megatron_cpu import TABLE
 from nemo_fp8.train.patching import is_patched
 
 
-@pytest.mark.parametrize("plugin", ["bf16_mixed", "bf16_with_fp8_blockwise_mixed", "bf16_with_fp8_mixed"])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("bf16_mixed", "bf16_with_fp8_blockwise_mixed")),
+        "bf16_with_fp8_mixed",
+    ],
+)
 def test_the_plugin_alone_trains_as_with_our_accelerator(plugin):
     settings = {"stock": False, "steps": 6, "ranks": 2, "tp": 2, "config": {"use_cpu_initialization": True}}
     alone = train_tiny(plugin, accelerator="cpu", **settings)

@@ -1,5 +1,6 @@
 """Each bug of NeMo 2.7.3 that bites in training: NeMo's own plugin fails, ours does not, on the same run."""
 
+import pytest
 import torch
 from support.train.harness import train_tiny
 
@@ -66,6 +67,7 @@ def count_infinite_amaxes(trainer, extra):
     extra["infinite"] = sum(int((~torch.isfinite(history)).any()) for history in histories)
 
 
+@pytest.mark.long
 def test_fp16_with_delayed_scaling_does_not_freeze():
     settings = {
         "steps": 40,
