@@ -2,6 +2,7 @@
 where they die."""
 
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -131,6 +132,28 @@ def test_changes_are_looked_for_while_the_engine_answers(checkpoint, pushed, mon
         assert (receipt.delta.instead == "") == (base != "another")
         assert receipt.fingerprint == fresh(checkpoint("qwen3", 0), after)[0].fingerprint
     assert seen == [not once] * 2
+
+
+def test_a_push_that_its_tensors_end_has_the_engine_s_answer(checkpoint, monkeypatch):
+    """Else the engine could hear of it after the next one has begun."""
+    tensors = weights_of(checkpoint("llama_tied", 0))
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    worker = Worker(build(checkpoint("llama_tied", 0), **POW2))
+    refit, call, answers = Refit(worker), worker.call, []
+    refit.push(tensors | head, delta=True).require()
+
+    def slowly(method, message):
+        if method == "delta":
+            time.sleep(0.2)
+        answers.append(method)
+        return call(method, message)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "call", slowly)
+        with pytest.raises(PrecisionError, match=r"lm_head\.weight is not"):
+            refit.push(tensors | {"lm_head.weight": head["lm_head.weight"] + 1}, delta=True)
+    assert answers == ["delta", "abandon"]
+    assert refit.push(tensors | head, delta=True).require().delta.instead == ""
 
 
 def test_one_tensor_that_cannot_be_patched_brings_those_of_its_layer(checkpoint):

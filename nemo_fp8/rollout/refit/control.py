@@ -52,7 +52,8 @@ class Control(Protocol):
     def call(self, method: str, message: Answer) -> list[Answer]:
         """Call ``nemo_fp8_refit_<method>`` of every worker with a message of plain values; return their answers.
 
-        What a worker found wrong is in its answer. Raises PrecisionError if the engine does not answer, or is dead.
+        What a worker found wrong is in its answer. A push of changes begins with a call in a thread of its own. Raises
+        PrecisionError if the engine does not answer, or is dead.
         """
 
     def hold(self, running: str) -> None:

@@ -192,13 +192,13 @@ class Refit:
         asked = in_thread(lambda: self._ask("delta", begin))
         if once or announced is not ledger.manifest:
             asked.result()
-        heads = _TiedHeads(announced, ledger.passed_over, named_tensors)
         skipped = {announced[i].name for i in ledger.passed_over}
-        ledger.verify = verify
         transport = self._transport(announced, ledger.whole)
-        checked = time.perf_counter()
-        self.ledger = None  # it notes what it finds, whether or not that reaches the engine
         try:
+            heads = _TiedHeads(announced, ledger.passed_over, named_tensors)
+            checked = time.perf_counter()
+            ledger.verify = verify
+            self.ledger = None  # it notes what it finds, whether or not that reaches the engine
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
             changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches)
             first = next(changes, None)  # requests are computed until there is a change to send
