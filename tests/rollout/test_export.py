@@ -106,7 +106,12 @@ IN_MODELOPTS_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("how", IN_MODELOPTS_LAYOUTS)
+ALWAYS = ("nvfp4", "mxfp8", "experts in nvfp4", "128x128")
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how in ALWAYS else pytest.mark.long) for how in IN_MODELOPTS_LAYOUTS]
+)
 def test_vllm_itself_loads_modelopts_layouts_and_gives_the_same_bits(engine, checkpoint, tmp_path, how):
     """Without a word about us: config.json says it all. A scale that is another one is seen in what it answers."""
     kind, precision = IN_MODELOPTS_LAYOUTS[how]
