@@ -428,7 +428,7 @@ def _an_answer(url, process):
     ("number", "there"),
     [
         pytest.param(signal.SIGTERM, _processes(2), id="SIGTERM-early"),
-        pytest.param(signal.SIGKILL, _processes(3), id="SIGKILL-early"),
+        pytest.param(signal.SIGKILL, _processes(3), id="SIGKILL-early", marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, _memory_of_an_engine, id="SIGTERM-at-start", marks=pytest.mark.long),
         *(pytest.param(n, _an_answer, id=n.name, marks=pytest.mark.long) for n in SIGNALS),
     ],

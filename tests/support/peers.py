@@ -7,6 +7,7 @@ then, or ``refused``. They lie in ``.peers``, which this script alone puts on it
 class of typing's, which typing_extensions has for older ones.
 """
 
+import functools
 import json
 import sys
 import typing
@@ -30,14 +31,10 @@ FREE = ("actor_rollout_ref.actor.megatron.override_transformer_config", "ray_kwa
 
 def of_verl(words):
     """Compose verl's own files with these words, and construct its own classes from the result."""
-    import verl
-    import verl.workers.config
-    from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
-        made, own = (compose("ppo_trainer", overrides=[*NEEDED, *some]) for some in (words, ["model_engine=megatron"]))
+    made, own = _composed(*words), _composed("model_engine=megatron")
     actor = omega_conf_to_dataclass(made.actor_rollout_ref.actor)
     rollout = omega_conf_to_dataclass(made.actor_rollout_ref.rollout)
     keys = [word.removeprefix("++").partition("=")[0] for word in words if word.startswith("++")]
@@ -56,6 +53,15 @@ def of_verl(words):
         "variables": _plain(made.ray_kwargs.ray_init.get("runtime_env", {})).get("env_vars", {}),
         "unknown": [key for key in keys if not any(key == name or key.startswith(f"{name}.") for name in known)],
     }
+
+
+@functools.cache  # several names of one precision are the same words, and each composition takes a second
+def _composed(*words):
+    import verl
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        return compose("ppo_trainer", overrides=[*NEEDED, *words])
 
 
 def of_skyrl(words):

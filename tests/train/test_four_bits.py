@@ -55,13 +55,19 @@ def test_a_rule_takes_no_layer_out_of_those_that_stay_in_bf16():
     assert Counter(said[0] for said in run.extra["recipes"].values() if said) == {"MXFP8BlockScaling": 12}
 
 
+DEQUANTIZED = {"backward": "dequantized", "weight_block": "1x16", "row_scaled": True}
+
+
 def test_what_transformer_engine_reads_from_the_environment_must_be_there():
-    settings = {"backward": "dequantized", "weight_block": "1x16", "row_scaled": True}
     with pytest.raises(RunFailed, match="NVTE_BACKWARD_OVERRIDE=dequantized is needed for backward='dequantized'"):
-        train_tiny("bf16_with_nvfp4_mixed", stock=False, settings=settings, steps=1)
-    wanted = te_environment(preset("bf16_with_nvfp4_mixed").replace(**settings))
+        train_tiny("bf16_with_nvfp4_mixed", stock=False, settings=DEQUANTIZED, steps=1)
+
+
+@pytest.mark.long
+def test_where_it_is_there_the_backward_takes_what_the_forward_made():
+    wanted = te_environment(preset("bf16_with_nvfp4_mixed").replace(**DEQUANTIZED))
     run = train_tiny(
-        "bf16_with_nvfp4_mixed", stock=False, settings=settings, steps=2, env=wanted, torchrun=True, probe=PROBE
+        "bf16_with_nvfp4_mixed", stock=False, settings=DEQUANTIZED, steps=2, env=wanted, torchrun=True, probe=PROBE
     )
     assert set(map(tuple, run.extra["recipes"].values())) == {("NVFP4BlockScaling", "dequantized")}
 
