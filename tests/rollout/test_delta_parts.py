@@ -214,12 +214,22 @@ def test_codes_are_compared_as_they_are_made(block, monkeypatch):
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize(("shape", "width"), SHAPES, ids=str)
 def test_the_kernel_finds_what_numpy_finds(without_compiler, shape, width, share, isa, monkeypatch):
-    """The same patches, bits, fingerprints, counts and largest magnitudes, whatever changes."""
+    """The same patches, bits, fingerprints, counts and largest magnitudes, whatever changes, and whatever parts the
+    workers hold: one, several of different rows, or such as have elements in common."""
     build_for(isa, monkeypatch)
-    draws = torch.Generator().manual_seed(0)
-    parts = {"all": tuple((0, n) for n in shape)}
+    whole = {"all": tuple((0, n) for n in shape)}
+    cuts = [whole]
     if len(shape) == 2:
-        parts |= {"below": ((32, shape[0]), (0, shape[1])), "right": ((0, shape[0]), (shape[1] // 2, shape[1]))}
+        rows, columns = shape
+        above, below = ((0, rows // 3), (0, columns)), ((rows // 3, rows), (0, columns))
+        right = ((0, rows), (columns // 2, columns))
+        cuts += [{"above": above, "below": below}, whole | {"below": below}, {"below": below, "right": right}]
+    for parts in cuts:
+        _finds_the_same(without_compiler, shape, width, share, parts)
+
+
+def _finds_the_same(without_compiler, shape, width, share, parts):
+    draws = torch.Generator().manual_seed(0)
     planes = [Plane(shape, OF_WIDTH[width], parts) for _ in range(2)]
 
     def bits(high):

@@ -18,7 +18,8 @@ enum {
     AT_A_TIME = 512, /* words of a row that are compared before the next ones */
     MADE = 1 << 18,  /* bytes of codes that a thread makes before it compares them: fewer than its second-level cache has */
     SOON = 2048,     /* bytes of old rows, which no cache has, that are asked for before they are compared */
-    AHEAD = 24       /* positions of a patch, whose memory is asked for so early: each lies in another line of it */
+    AHEAD = 24,      /* positions of a patch, whose memory is asked for so early: each lies in another line of it */
+    SUMMED = 1 << 14 /* bytes of rows that are patched before they are summed up: fewer than the first-level cache has */
 };
 
 INLINE uint64_t mask_of(int width) { return width == 4 ? 0xffffffff : width == 2 ? 0xffff : 0xff; }
@@ -121,22 +122,41 @@ INLINE uint32_t largest_of(__m512i v, int width) {
     return _mm512_reduce_max_epu32(_mm512_and_si512(v, _mm512_set1_epi32((int)mask_of(width))));
 }
 
-/* What changed in a piece of a row: the elements, by how much each is larger now, and by how much each word is. */
+/* What changed in a piece of a row: the elements, counted from its first one, and by how much each is larger now. What a processor may
+   store in a cycle is what this takes longest for, so both are as short as can be. */
 typedef struct changes {
     int64_t n;
-    uint32_t elements[8 * AT_A_TIME + BEYOND], by[8 * AT_A_TIME + BEYOND];
-    uint64_t words[AT_A_TIME];
+    uint16_t elements[8 * AT_A_TIME + BEYOND];
+    uint8_t by[4 * (8 * AT_A_TIME + BEYOND)]; /* `width` bytes each */
+    uint64_t words[AT_A_TIME];                /* by how much each word is larger, where more than one part may have it */
 } changes;
 
-/* Takes over a piece of a row, of which the first element is `element`. `most` has the largest magnitudes among what changed. */
-INLINE void take_over(changes *c, uint8_t *old, const uint8_t *now, int64_t bytes, uint32_t element, __m512i sign, __m512i *most,
-                      int width) {
+INLINE void store_16(changes *c, int64_t n, __m512i elements, uint16_t first, __m512i by, int width) {
+    uint8_t *to = c->by + n * width;
+    __m256i all = _mm256_add_epi16(_mm256_set1_epi16((short)first), _mm256_cvtepu8_epi16(_mm512_castsi512_si128(elements)));
+    _mm256_storeu_si256((__m256i *)(c->elements + n), all);
+    if (width == 1) _mm_storeu_si128((__m128i *)to, _mm512_castsi512_si128(by));
+    else if (width == 2) _mm256_storeu_si256((__m256i *)to, _mm512_castsi512_si256(by));
+    else _mm512_storeu_si512(to, by);
+}
+
+INLINE __m512i by_of_16(const changes *c, int64_t n, int width) { /* as 32-bit words */
+    const uint8_t *by = c->by + n * width;
+    return width == 1 ? _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)by))
+                      : width == 2 ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)by)) : _mm512_loadu_si512(by);
+}
+
+/* Takes over a piece of a row, and adds what its words are larger by to `columns`; returns the sum of that. `most` has the largest
+   magnitudes among what changed. */
+INLINE uint64_t take_over(changes *c, uint8_t *old, const uint8_t *now, int64_t bytes, __m512i sign, __m512i *most,
+                          uint64_t *restrict columns, int width) {
     static const uint8_t numbers[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
                                         22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
                                         44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
     const __m512i all = _mm512_loadu_si512(numbers);
+    __m512i sum = _mm512_setzero_si512();
     int64_t n = 0;
-    for (int64_t at = 0; at < bytes; at += 64, element += 64 / (uint32_t)width) {
+    for (int64_t at = 0; at < bytes; at += 64) {
         __mmask64 there = ~(uint64_t)0 >> (bytes - at < 64 ? 64 - (bytes - at) : 0);
         __m512i before = _mm512_maskz_loadu_epi8(there, old + at), after = _mm512_maskz_loadu_epi8(there, now + at), by;
         uint64_t which;
@@ -148,28 +168,30 @@ INLINE void take_over(changes *c, uint8_t *old, const uint8_t *now, int64_t byte
         if (width == 1) { COMPARE(8, __mmask64); }
         else if (width == 2) { COMPARE(16, __mmask32); }
         else { COMPARE(32, __mmask16); }
-        _mm512_storeu_si512(c->words + at / 8, _mm512_sub_epi64(after, before));
+        __m512i words = _mm512_sub_epi64(after, before), *column = (__m512i *)(columns + at / 8);
+        _mm512_storeu_si512(column, _mm512_add_epi64(_mm512_loadu_si512(column), words));
+        sum = _mm512_add_epi64(sum, words);
         if (bytes - at < 64) _mm512_mask_storeu_epi8(old + at, there, after);
         else _mm512_storeu_si512(old + at, after);
-        __m512i changed = _mm512_maskz_compress_epi8(which, all), first = _mm512_set1_epi32((int)element);
+        __m512i changed = _mm512_maskz_compress_epi8(which, all);
         int count = __builtin_popcountll(which), done = 0;
         do { /* nearly always once */
-            _mm512_storeu_si512(c->elements + n + done, _mm512_add_epi32(first, first_16(changed, 1)));
-            _mm512_storeu_si512(c->by + n + done, first_16(by, width));
+            store_16(c, n + done, changed, (uint16_t)(at / width), by, width);
             changed = after_16(changed, 1), by = after_16(by, width);
         } while ((done += 16) < count);
         n += count;
     }
     c->n = n;
+    return (uint64_t)_mm512_reduce_add_epi64(sum);
 }
 
-/* Puts each change into the list that it belongs to. */
-INLINE void note(lists *l, const changes *c, int width) {
-    const __m512i up = _mm512_set1_epi32(1), down = _mm512_set1_epi32((int)mask_of(width));
+/* Puts each change of a piece, whose first element is `first`, into the list that it belongs to. */
+INLINE void note(lists *l, const changes *c, int64_t first, int width) {
+    const __m512i up = _mm512_set1_epi32(1), down = _mm512_set1_epi32((int)mask_of(width)), from = _mm512_set1_epi32((int)first);
     for (int64_t i = 0; i < c->n; i += 16) {
         __mmask16 there = (__mmask16)(0xffff >> (c->n - i < 16 ? 16 - (c->n - i) : 0));
-        __m512i element = _mm512_loadu_si512(c->elements + i), by = _mm512_loadu_si512(c->by + i);
-        __m512i twice = _mm512_add_epi32(element, element);
+        __m512i by = by_of_16(c, i, width), in_piece = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(c->elements + i)));
+        __m512i element = _mm512_add_epi32(from, in_piece), twice = _mm512_add_epi32(element, element);
         __mmask16 ups = _mm512_mask_cmpeq_epi32_mask(there, by, up), steps = ups | _mm512_mask_cmpeq_epi32_mask(there, by, down);
         __mmask16 others = there & (__mmask16)~steps;
         _mm512_storeu_si512(l->steps + l->steps_count, _mm512_maskz_compress_epi32(steps, _mm512_mask_add_epi32(twice, ups, twice, up)));
@@ -191,16 +213,32 @@ INLINE void carry(const find_job *j, lists *l, int64_t row, int64_t first, int64
     }
 }
 
+/* The part that a row is of, and its sums of columns, if that is one part alone and all of the row is in it; else NULL. */
+INLINE const part *part_of(const find_job *j, const lists *l, int64_t row, uint64_t **columns) {
+    const part *found = NULL;
+    uint64_t *of_part = l->columns;
+    for (const part *p = j->parts; p < j->parts + j->parts_count; of_part += p->last_word - p->first_word, p++) {
+        if (row < p->first_row || row >= p->last_row) continue;
+        if (found || p->first_word > 0 || p->last_word * 8 < j->row_bytes) return NULL;
+        found = p, *columns = of_part;
+    }
+    return found;
+}
+
 INLINE void compare_row(const find_job *j, lists *l, int64_t row, const uint8_t *now, int64_t element, int width) {
     uint8_t *old = j->old + row * j->row_bytes;
     __m512i sign = _mm512_set1_epi32((int)(j->sign * (width == 1 ? 0x01010101 : width == 2 ? 0x10001 : 1))), most = _mm512_setzero_si512();
+    uint64_t *columns = NULL, sum = 0;
+    const part *only = part_of(j, l, j->first_row + row, &columns);
     changes c;
     for (int64_t at = 0, bytes; at < j->row_bytes; at += bytes) {
         bytes = least_of(8 * AT_A_TIME, j->row_bytes - at);
-        take_over(&c, old + at, now + at, bytes, (uint32_t)(element + at / width), sign, &most, width);
-        note(l, &c, width);
-        carry(j, l, j->first_row + row, at / 8, (bytes + 7) / 8, c.words);
+        if (!only) memset(c.words, 0, sizeof c.words);
+        sum += take_over(&c, old + at, now + at, bytes, sign, &most, only ? columns + at / 8 : c.words, width);
+        note(l, &c, element + at / width, width);
+        if (!only) carry(j, l, j->first_row + row, at / 8, (bytes + 7) / 8, c.words);
     }
+    if (only) only->of_rows[j->first_row + row - only->first_row] += sum;
     uint32_t largest = largest_of(most, width);
     if (largest > l->largest) l->largest = largest;
 }
@@ -351,7 +389,7 @@ static void work_find(void *argument) {
     uint32_t *room = malloc((size_t)(most + BEYOND) * 3 * sizeof *room);
     uint8_t *made = j->cast ? malloc((size_t)(rows_made(j) * j->row_bytes)) : NULL;
     int good = room && (made || !j->cast);
-    lists l = {room, room + most + BEYOND, room + 2 * (most + BEYOND), .columns = calloc((size_t)words + 1, sizeof *l.columns)};
+    lists l = {room, room + most + BEYOND, room + 2 * (most + BEYOND), .columns = calloc((size_t)words + 8, sizeof *l.columns)};
     good = good && l.columns;
     for (int64_t number; good && (number = atomic_fetch_add(&j->next, 1)) < count;)
         good = j->width == 1 ? find_patch(j, l, made, number, 1) : j->width == 2 ? find_patch(j, l, made, number, 2)
@@ -392,54 +430,73 @@ INLINE void add_to(char *x, uint32_t by, int width) {
     memcpy(&is, x, (size_t)width), is += by, memcpy(x, &is, (size_t)width);
 }
 
-/* `ups` has a bit for each step; without it `by` has the differences. */
-INLINE void add_list(const add_job *j, const place *p, const uint32_t *positions, int64_t n, const uint8_t *ups, const uint8_t *by, int width) {
-    int64_t start = 0, end = -1; /* of the row in which the last position was */
-    char *to = NULL;
-    for (int64_t i = 0; i < n; i++) {
-        int64_t at = j->first + positions[i];
-        if (to && i + AHEAD < n) /* right as long as rows lie one after the other */
-            __builtin_prefetch(to + (at - start + positions[i + AHEAD] - positions[i] - p->first[2]) * p->strides[2], 1);
-        if (at >= end) {
-            int64_t line = at / j->columns, row = line % j->rows, matrix = line / j->rows;
-            start = line * j->columns, end = start + j->columns;
-            int inside = matrix >= p->first[0] && matrix < p->last[0] && row >= p->first[1] && row < p->last[1];
-            to = inside ? p->to + (matrix - p->first[0]) * p->strides[0] + (row - p->first[1]) * p->strides[1] : NULL;
+/* A list of a patch, and how many of it were added. `ups` has a bit for each step; without it `by` has the differences. After its positions
+   comes one that is beyond any, and memory for AHEAD more. */
+typedef struct list { const uint32_t *positions; const uint8_t *ups, *by; int64_t done; } list;
+
+/* Adds what lies before position `end`, and was not added yet, a row at a time. `ahead` says how many positions early memory is asked for;
+   that is the right memory as long as rows lie one after the other. */
+INLINE void add_list(const add_job *j, const place *p, list *l, int64_t end, int ahead, int width) {
+    const uint32_t *positions = l->positions;
+    const uint8_t *ups = l->ups, *by = l->by;
+    int64_t i = l->done, wide = p->strides[2], back = j->back;
+    while (positions[i] < end) {
+        int64_t line = (j->first + positions[i]) / j->columns, row = line % j->rows, matrix = line / j->rows;
+        int64_t start = line * j->columns - j->first, last = least_of(start + j->columns, end), from = last, before = last;
+        char *to = p->to; /* where position 0 would lie, if the row went on before its first element */
+        if (matrix >= p->first[0] && matrix < p->last[0] && row >= p->first[1] && row < p->last[1]) {
+            to += (matrix - p->first[0]) * p->strides[0] + (row - p->first[1]) * p->strides[1] - (start + p->first[2]) * wide;
+            from = start + p->first[2], before = least_of(last, start + p->last[2]);
         }
-        int64_t column = at - start;
-        if (!to || column < p->first[2] || column >= p->last[2]) continue;
-        uint32_t difference = 0;
-        if (ups) difference = ups[i / 8] >> i % 8 & 1 ? 1 : ~0u;
-        else memcpy(&difference, by + i * width, (size_t)width);
-        add_to(to + (column - p->first[2]) * p->strides[2], j->back ? -difference : difference, width);
+        while (positions[i] < from && positions[i] < last) i++;
+        for (; positions[i] < before; i++) {
+            if (ahead) __builtin_prefetch(to + positions[i + ahead] * wide, 1);
+            uint32_t difference = 0;
+            if (ups) difference = (uint32_t)(ups[i / 8] >> i % 8 & 1) * 2 - 1;
+            else memcpy(&difference, by + i * width, (size_t)width);
+            add_to(to + positions[i] * wide, back ? -difference : difference, width);
+        }
+        while (positions[i] < last) i++;
     }
+    l->done = i;
 }
 
-static void sum_up(const add_job *j, const place *p) {
-    int64_t first = j->first / j->columns, end = (j->first + j->strip) / j->columns, row = 0;
+/* Adds both lists, some rows at a time, and sums these up while a cache has them. As all of their memory is read, it is asked for in order,
+   some rows early. */
+INLINE void add_and_sum(const add_job *j, const place *p, list *steps, list *others, int width) {
+    int64_t first = j->first / j->columns, end = (j->first + j->strip) / j->columns;
     if (first < p->first[1]) first = p->first[1];
     if (end > p->last[1]) end = p->last[1];
     sums_job s = {.x = p->to + (first - p->first[1]) * p->strides[1], .of_rows = p->of_rows, .stride = p->strides[1]};
     s.bytes = (p->last[2] - p->first[2]) * j->width, s.rows = end - first;
+    int64_t some = ABREAST * (1 + SUMMED / (ABREAST * s.bytes + 1));
     memset(p->of_columns, 0, (size_t)((s.bytes + 7) / 8 * 8));
-    for (; row + ABREAST <= s.rows; row += ABREAST) sum_rows(&s, row, ABREAST, (uint64_t *)p->of_columns, NO_MAGNITUDES, NOWHERE);
-    for (; row < s.rows; row++) sum_rows(&s, row, 1, (uint64_t *)p->of_columns, NO_MAGNITUDES, NOWHERE);
+    for (int64_t row = 0, last; row < s.rows; row = last) {
+        last = least_of(row + some, s.rows);
+        add_list(j, p, steps, (first + last) * j->columns - j->first, 0, width);
+        add_list(j, p, others, (first + last) * j->columns - j->first, 0, width);
+        for (; row + ABREAST <= last; row += ABREAST)
+            sum_rows(&s, row, ABREAST, (uint64_t *)p->of_columns, some * s.stride, NO_MAGNITUDES, NOWHERE);
+        for (; row < last; row++) sum_rows(&s, row, 1, (uint64_t *)p->of_columns, 0, NO_MAGNITUDES, NOWHERE);
+    }
 }
 
 INLINE void add_all(const add_job *j, const uint32_t *positions, const uint8_t *ups, const uint8_t *by, int width) {
     for (const place *p = j->places; p < j->places + j->places_count; p++) {
-        add_list(j, p, positions, j->steps, ups, NULL, width);
-        add_list(j, p, positions + j->steps, j->others, NULL, by, width);
-        if (p->of_rows) sum_up(j, p);
+        list steps = {positions, ups, NULL, 0}, others = {positions + j->steps + 1, NULL, by, 0};
+        if (p->of_rows) add_and_sum(j, p, &steps, &others, width);
+        else add_list(j, p, &steps, j->strip, AHEAD, width), add_list(j, p, &others, j->strip, AHEAD, width);
     }
 }
 
 static int added(const add_job *j) {
-    uint32_t *positions = malloc((size_t)(j->steps + j->others + 1) * sizeof *positions);
+    uint32_t *positions = malloc((size_t)(j->steps + j->others + 2 + AHEAD) * sizeof *positions), *of_others = positions + j->steps + 1;
     if (!positions) return -1;
     const uint8_t *ups = j->raw + size_of_positions(j->strip, j->steps), *second = ups + in_bytes(j->steps);
     const uint8_t *by = second + size_of_positions(j->strip, j->others);
-    int good = read_positions(j->raw, j->strip, j->steps, positions) && read_positions(second, j->strip, j->others, positions + j->steps);
+    int good = read_positions(j->raw, j->strip, j->steps, positions) && read_positions(second, j->strip, j->others, of_others);
+    positions[j->steps] = of_others[j->others] = UINT32_MAX;
+    memset(of_others + j->others + 1, 0, AHEAD * sizeof *positions);
     if (good) j->width == 1 ? add_all(j, positions, ups, by, 1) : j->width == 2 ? add_all(j, positions, ups, by, 2) : add_all(j, positions, ups, by, 4);
     free(positions);
     return good;

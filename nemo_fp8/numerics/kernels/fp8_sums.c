@@ -14,8 +14,8 @@ enum { UNIT = 1 << 18 /* bytes that a thread takes at a time */ };
 
 /* Every combination of choices is a loop of its own, in which they are constants. */
 #define SOME(ROWS, M) \
-    (copies == STREAMED ? sum_rows(j, row, ROWS, columns, M, STREAMED) : copies ? sum_rows(j, row, ROWS, columns, M, CACHED) \
-                                                                        : sum_rows(j, row, ROWS, columns, M, NOWHERE))
+    (copies == STREAMED ? sum_rows(j, row, ROWS, columns, 0, M, STREAMED) : copies ? sum_rows(j, row, ROWS, columns, 0, M, CACHED) \
+                                                                        : sum_rows(j, row, ROWS, columns, 0, M, NOWHERE))
 #define ROWS_OF(M) (rows == ABREAST ? SOME(ABREAST, M) : SOME(1, M))
 static void some_rows(const sums_job *j, int64_t row, int rows, uint64_t *columns, enum copying copies) {
     j->magnitudes == OF_HALVES ? ROWS_OF(OF_HALVES) : j->magnitudes == OF_SINGLES ? ROWS_OF(OF_SINGLES) : ROWS_OF(NO_MAGNITUDES);

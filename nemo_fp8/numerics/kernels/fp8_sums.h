@@ -31,8 +31,9 @@ INLINE uint32_t highest_in(uint64_t word, int magnitudes) {
     return top;
 }
 
-/* Some rows, `rows` of them a constant. */
-INLINE void sum_rows(const sums_job *j, int64_t row, int rows, uint64_t *restrict columns, int magnitudes, enum copying copies) {
+/* Some rows, `rows` of them a constant. Memory `ahead` bytes further is asked for, unless that is 0. */
+INLINE void sum_rows(const sums_job *j, int64_t row, int rows, uint64_t *restrict columns, int64_t ahead, int magnitudes,
+                     enum copying copies) {
     const char *x = j->x + row * j->stride;
     char *to = j->to + row * j->to_stride;
     uint64_t sums[ABREAST] = {0};
@@ -47,6 +48,7 @@ INLINE void sum_rows(const sums_job *j, int64_t row, int rows, uint64_t *restric
         words *column = (words *)(columns + at / 8), of_column = V_BITS(loadu)(column);
         for (int r = 0; r < rows; r++) {
             words w = V_BITS(loadu)((const words *)(x + r * j->stride + at));
+            if (ahead) __builtin_prefetch(x + r * j->stride + at + ahead, 0, 2);
             if (copies == STREAMED) V_BITS(stream)((words *)(to + r * j->to_stride + at), w);
             else if (copies == CACHED) V_BITS(storeu)((words *)(to + r * j->to_stride + at), w);
             of_row[r] = V(add_epi64)(of_row[r], w), of_column = V(add_epi64)(of_column, w);
