@@ -220,10 +220,11 @@ def test_the_kernel_finds_what_numpy_finds(without_compiler, shape, width, share
     whole = {"all": tuple((0, n) for n in shape)}
     cuts = [whole]
     if len(shape) == 2:
-        rows, columns = shape
-        above, below = ((0, rows // 3), (0, columns)), ((rows // 3, rows), (0, columns))
-        right = ((0, rows), (columns // 2, columns))
-        cuts += [{"above": above, "below": below}, whole | {"below": below}, {"below": below, "right": right}]
+        (high, wide), half = ((0, n) for n in shape), shape[1] // 2
+        top, bottom = (0, shape[0] // 3), (shape[0] // 3, shape[0])
+        cuts += [{"above": (top, wide), "below": (bottom, wide)}, whole | {"below": (bottom, wide)}]
+        cuts += [{"left": (high, (0, half)), "right": (high, (half, shape[1]))}]
+        cuts += [{"a corner": (top, (half, shape[1])), "the other": (bottom, (0, half))}]
     for parts in cuts:
         _finds_the_same(without_compiler, shape, width, share, parts)
 
