@@ -20,6 +20,7 @@ from nemo_fp8.rollout.refit import wire
 from nemo_fp8.rollout.refit.ledger import Plane
 from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.wire import Body, SharedMemory
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
@@ -132,6 +133,48 @@ def test_changes_are_looked_for_while_the_engine_answers(checkpoint, pushed, mon
         assert (receipt.delta.instead == "") == (base != "another")
         assert receipt.fingerprint == fresh(checkpoint("qwen3", 0), after)[0].fingerprint
     assert seen == [not once] * 2
+
+
+class Carrying(Worker):
+    """Also takes the bytes of a message, as a server does."""
+
+    local = False
+
+    def carry(self, message, body):
+        with Shared.holding(body) as memory:
+            return self.call("write", message | {"memory": memory.handle})
+
+
+@pytest.mark.parametrize(("name", "way"), [("memory", SharedMemory), ("http", Body)])
+def test_buffers_that_are_filled_while_the_engine_answers_go_to_it_in_their_order(checkpoint, monkeypatch, name, way):
+    """No more of them are filled than there are."""
+    worker, tensors = Carrying(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker, chunk=2**20, transport=name)
+    refit.push(tensors, delta=True).require()
+    given, all_given, filled, call, buffer = [], threading.Event(), [], worker.call, way.buffer
+
+    def slowly(method, message):
+        if method == "delta":
+            assert all_given.wait(20)
+            time.sleep(0.1)  # one more would be asked for
+            filled.append(len(given))
+        return call(method, message)
+
+    def counted(self):
+        given.append(self)
+        if len(given) == way.buffers:
+            all_given.set()
+        return buffer(self)
+
+    monkeypatch.setattr(worker, "call", slowly)
+    monkeypatch.setattr(way, "buffer", counted)
+    monkeypatch.setattr("nemo_fp8.rollout.refit.ledger.FIRST", 1)  # many buffers of few patches
+    after = stepped(tensors)
+    receipt = refit.push(after, delta=True).require()
+    assert filled == [way.buffers]
+    assert (receipt.delta.instead, receipt.chunks) == ("", len(given))
+    assert receipt.chunks > way.buffers
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), after)[1]) == []
 
 
 def test_a_push_that_its_tensors_end_has_the_engine_s_answer(checkpoint, monkeypatch):

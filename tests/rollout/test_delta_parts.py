@@ -492,9 +492,11 @@ def test_no_message_of_changes_has_more_patches_than_a_socket_takes():
     assert [*ledger.noting(tensors.items())]
     changed = {name: 2 * tensor + 1 for name, tensor in tensors.items()}
     sent = [patches for patches, _ in ledger.changes(changed.items(), lambda: memory.tensor, 1 << 20)]
-    assert [len(patches) for patches in sent] == [FIRST, AT_ONCE, AT_ONCE, 3]  # the first is short: workers can begin
+    rising = [FIRST * 2**n for n in range(7)]  # the first is short: workers can begin
+    assert [len(patches) for patches in sent] == [*rising, MANY - sum(rising)]
+    assert max(map(len, sent)) <= AT_ONCE
     few = [patches for patches, _ in ledger.changes(tensors.items(), lambda: memory.tensor, 1 << 20, 100)]
-    assert [len(patches) for patches in few] == [FIRST] + [100] * 10 + [3]
+    assert [len(patches) for patches in few] == [*rising[:5], *[100] * 8, MANY - sum(rising[:5]) - 800]
     # As long as they can be: of a million tensors, each with as many rows and changes as may come.
     longest = (10**6, SCALES, 10**7, LONGEST, LONGEST, LONGEST, 10**10)
     assert len(_message(memory, [longest] * AT_ONCE)) < LARGEST

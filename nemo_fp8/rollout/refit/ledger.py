@@ -43,7 +43,7 @@ from nemo_fp8.rollout.refit.receipt import CODED, Delta, Written
 from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, aligned, cut, same_as_announced
 
 PATCH = 1 << 21  # elements of a patch, at most: a patch is one thread's work
-FIRST = 4  # patches of the first buffer, at most, so that workers begin while the sender looks for others
+FIRST = 4  # patches of the first buffer, at most, so that workers begin early; each further one may have twice as many
 LOOKED_AT = 4 * STRIP  # elements that are cast and compared in one call: patches for all threads
 Change = tuple[int, int, int, int, Bytes]
 """(first row, rows, steps, others, bytes of the patch)"""
@@ -421,7 +421,7 @@ class Ledger:
         """Copy what changed into buffers; yield for each full buffer what lies in it and the bytes used.
 
         Patches come first, since they can be taken back, and whole tensors last. ``buffer()`` gives the next
-        buffer, of ``size`` bytes; no more than ``most`` patches lie in one, and ``FIRST`` in the first. Raises
+        buffer, of ``size`` bytes; no more than ``most`` patches lie in one, and fewer in the first ones. Raises
         PrecisionError if a tensor is not as announced, comes twice, or does not come.
         """
         for kept in self.kept.values():
@@ -434,7 +434,7 @@ class Ledger:
             for row, rows, steps, others, raw in plane.change(first, new, patch_rows, self.room):
                 if used + len(raw) > size or len(heads) == fit:
                     yield heads, used
-                    free, used, heads, fit = None, 0, [], most
+                    free, used, heads, fit = None, 0, [], min(2 * fit, most)
                 free = buffer().numpy() if free is None else free
                 free[used : used + len(raw)] = raw  # in numpy, since torch would wake all threads for so little
                 heads.append((i, what, row, rows, steps, others, used))

@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -201,10 +201,10 @@ class Refit:
             self.ledger = None  # it notes what it finds, whether or not that reaches the engine
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
             changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches)
-            first = next(changes, None)  # requests are computed until there is a change to send
+            filled = _filled(changes, asked, transport.buffers)  # meanwhile requests are computed
             begun = asked.result()
             self.control.hold(self.running)
-            buffers = itertools.chain([] if first is None else [first], changes)
+            buffers = itertools.chain(filled, changes)
             chunks, sent = self._stream(push, transport, len(begun), announced, buffers)
             streamed = time.perf_counter()
             message = {"push": push, "expected": ledger.expected, "weight_version": weight_version or push}
@@ -339,6 +339,15 @@ class Refit:
             self._serve_again()
         else:
             self.control.free()
+
+
+def _filled(buffers: Iterator[Filled], asked: Future[Any], most: int) -> list[Filled]:
+    """Return the buffers that are filled until the engine has answered: ``most`` at most, and one at least, if there is
+    one."""
+    filled = [*itertools.islice(buffers, 1)]
+    while filled and len(filled) < most and not asked.done() and (more := next(buffers, None)) is not None:
+        filled.append(more)
+    return filled
 
 
 _PUSH_AGAIN = Problem(

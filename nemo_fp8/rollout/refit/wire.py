@@ -125,10 +125,12 @@ class Transport(Protocol):
         """Begin a push. Raises PrecisionError, before the first byte, if the workers cannot be reached."""
 
     def buffer(self) -> torch.Tensor:
-        """Return the next buffer to fill, once the workers are done with it; raises PrecisionError as ``send`` does."""
+        """Return the next buffer to fill, once the workers are done with it; raises PrecisionError as ``send`` does.
+
+        All of them may be filled before the first is sent, also before ``open``."""
 
     def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
-        """Have all workers write the pieces in the first ``used`` bytes of the buffer that ``buffer`` gave last.
+        """Have all workers write the pieces in the first ``used`` bytes of the oldest buffer that was not sent yet.
 
         With ``used`` 0 the pieces lie in the trainer's own shared memory. It may return before they are written. Raises
         PrecisionError with what the workers found wrong, now or in an earlier buffer.
@@ -160,7 +162,7 @@ class SharedMemory:
         self.control, self.size, self.weights, self.mapped = control, size, weights, mapped
         all_ = size * self.buffers
         self.shared: Shared = kept if kept is not None and kept.size == all_ else Shared(all_)
-        self.turn, self.unanswered = 0, 0
+        self.turn, self.filled, self.unanswered = 0, 0, 0
         self.courier = ThreadPoolExecutor(1, NAME)
         self.channel: Channel | None = None
         self.call: Future[list[Answer]] | None = None
@@ -178,15 +180,16 @@ class SharedMemory:
 
     def buffer(self) -> torch.Tensor:
         with self._problems():
-            while self.unanswered >= self.buffers:
+            while self.filled + self.unanswered >= self.buffers:
                 self._wait()
-        self.turn = (self.turn + 1) % self.buffers
+        self.turn, self.filled = (self.turn + 1) % self.buffers, self.filled + 1
         return self.shared.tensor[self.turn * self.size : (self.turn + 1) * self.size]
 
     def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
         assert self.channel is not None
         if used:
-            handle, first = self.shared.handle, self.turn * self.size
+            self.filled -= 1
+            handle, first = self.shared.handle, (self.turn - self.filled) % self.buffers * self.size
         else:
             assert self.weights is not None
             handle, first = self.weights.handle, 0
@@ -246,6 +249,7 @@ class Body:
             )
         self.control, self.size = control, size
         self.both = [torch.empty(size, dtype=torch.uint8) for _ in range(self.buffers)]
+        self.filled = 0
         self.courier = ThreadPoolExecutor(1, NAME)
         self.under_way: Future[list[Answer]] | None = None
         self.push = ""
@@ -255,11 +259,13 @@ class Body:
 
     def buffer(self) -> torch.Tensor:
         self.both.reverse()  # at most one request is under way, so the buffer before the last one is free
+        self.filled += 1
         return self.both[0]
 
     def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
         self.end()
-        body = bytes_of(self.both[0][:used])
+        self.filled -= 1
+        body = bytes_of(self.both[self.filled][:used])
         message = {"push": self.push, "pieces": [list(piece) for piece in pieces]}
         self.under_way = self.courier.submit(self.control.carry, message, body)
 
