@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,40 @@ def _has_one_scale(sink: Staged) -> bool:
     return operand is not None and operand.format == "e2m1"
 
 
+@dataclass(eq=False)
+class Passing:
+    """A part of a matrix in blocks that is being patched: the fingerprint of its first rows, and how many these are. No
+    later patch changes them, so they are read while a cache has them."""
+
+    route: Route
+    sink: Blocks
+    codes: Fingerprint = field(default_factory=Fingerprint)
+    rows: int = 0
+
+    def room(self, row: int, rows: int) -> kernel.Sums | None:
+        """Return memory for the sums of those among rows [row, row+rows) of the tensor that are in this part; None if
+        none is."""
+        (start, stop), (left, right) = _rows_of_one(self.route) or (0, 0), self.route.to[-1]
+        mine = min(row + rows, stop) - max(row, start)
+        if mine <= 0:
+            return None
+        return torch.empty(mine, dtype=torch.int64), torch.empty(-(-(right - left) // 8), dtype=torch.int64)
+
+    def read(self, row: int) -> None:
+        """Read all codes before ``row`` of the tensor that were not read yet."""
+        start, stop = _rows_of_one(self.route) or (0, 0)
+        last = min(row, stop) - start
+        if last > self.rows:
+            self.sink.read_rows(self.route, self.rows, last, self.codes)
+            self.rows = last
+
+    def add(self, sums: kernel.Sums) -> None:
+        """Take the sums of the next rows, which were read where they were patched."""
+        left, right = self.route.to[-1]
+        self.codes.add_sums(*sums, right - left)
+        self.rows += len(sums[0])
+
+
 class Patching(Session):
     """A push of patches that is under way in this worker."""
 
@@ -135,9 +169,8 @@ class Patching(Session):
         """Tensors that were patched, and not read since; nearly always the sender has passed all but the last."""
         self.read: dict[Route, str | None] = {}
         """The fingerprints of parts as they were read from memory after their last patch."""
-        self.passed: dict[Route, tuple[Fingerprint, int]] = {}
-        """Of a part that is being patched: the fingerprint of its first rows, and how many these are. No later patch
-        changes them, so they are read while a cache has them."""
+        self.passing: dict[int, list[Passing | None]] = {}
+        """What the patches of a tensor have passed, by its routes; None for a part that is read as a whole."""
         self.applied: list[Patch] = []
         self.size = 0
         """The bytes of the patches so far; beyond MOST_KEPT they are not kept."""
@@ -164,7 +197,7 @@ class Patching(Session):
         if some:
             self._apply(some)
         while len(self.patched) > 1:  # while the sender quantizes what follows
-            self.read |= {route: self._read(route) for route in self._routes(self.patched.pop(0))}
+            self.read |= self._read(self.patched.pop(0))
 
     def _apply(self, some: Sequence[Patch]) -> None:
         """Add patches, each of them whole or not at all, and keep them for the way back.
@@ -182,21 +215,17 @@ class Patching(Session):
             if isinstance(outcome, Exception):
                 raise outcome
 
-    def _keep(self, about: tuple[int, ...], raw: Bytes, sums: Mapping[Route, kernel.Sums]) -> None:
+    def _keep(self, about: tuple[int, ...], raw: Bytes, sums: Mapping[int, kernel.Sums]) -> None:
         """Keep a patch that was added, and note what its tensor's rows are now."""
         i, what, row, rows, *_ = about
-        for route in self._routes(i):
-            self.read.pop(route, None)  # it was not the tensor's last patch
-        if what == VALUES:
-            self._pass(i, row)
-            for route, (of_rows, of_columns) in sums.items():
-                codes, passed = self.passed[route]
-                left, right = route.to[-1]
-                codes.add_sums(of_rows, of_columns, right - left)
-                self.passed[route] = codes, passed + len(of_rows)
-            self._pass(i, row + rows)
         if i not in self.patched:
             self.patched.append(i)
+            for route in self._routes(i):
+                self.read.pop(route, None)  # it was not the tensor's last patch
+        for n, passing in enumerate(self._passing(i) if what == VALUES else ()):
+            if passing is not None:
+                passing.read(row)
+                passing.add(sums[n]) if n in sums else passing.read(row + rows)
         self.size += len(raw)
         self.lost = self.lost or self.size > MOST_KEPT
         if self.lost:
@@ -204,22 +233,23 @@ class Patching(Session):
         else:
             self.applied.append((about, raw))
 
-    def _pass(self, i: int, row: int) -> None:
-        """Read all codes of tensor ``i`` before ``row`` that were not read yet."""
-        for route in self._routes(i):
-            sink = self.sinks[route.target]
-            mine = _rows_of_one(route)
-            if isinstance(sink, Blocks) and mine is not None:
-                start, stop = mine
-                codes, done = self.passed.get(route, (Fingerprint(), 0))
-                passed = max(done, min(row, stop) - start)
-                sink.read_rows(route, done, passed, codes)
-                self.passed[route] = codes, passed
+    def _passing(self, i: int) -> list[Passing | None]:
+        if i not in self.passing:
+            sinks = ((route, self.sinks[route.target]) for route in self._routes(i))
+            self.passing[i] = [
+                Passing(route, sink) if isinstance(sink, Blocks) and _rows_of_one(route) else None
+                for route, sink in sinks
+            ]
+        return self.passing[i]
 
-    def _read(self, route: Route) -> str | None:
-        """Return the fingerprint of a part: of the rows that were passed already, and of the others as they are now."""
-        sink = self.sinks[route.target]
-        return sink.read(route, *self.passed.pop(route, ())) if isinstance(sink, Blocks) else sink.read(route)
+    def _read(self, i: int) -> dict[Route, str | None]:
+        """Return the fingerprints of a tensor's parts: of the rows that were passed already, and of the others as they
+        are now."""
+        passed, found = self.passing.pop(i, None), dict[Route, str | None]()
+        for n, route in enumerate(self._routes(i)):
+            one, sink = passed[n] if passed else None, self.sinks[route.target]
+            found[route] = sink.read(route) if one is None else one.sink.read(route, one.codes, one.rows)
+        return found
 
     def _checked(self, piece: Any) -> tuple[int, int, int, int]:
         found = super()._checked(piece)
@@ -230,7 +260,7 @@ class Patching(Session):
 
     def _checked_patch(self, piece: Any) -> tuple[tuple[int, ...], int]:
         """Return the first six numbers of a patch, and its bytes; raise PrecisionError if they cannot be."""
-        if not all(type(n) is int for n in piece):
+        if [*map(type, piece)] != [int] * 7:
             raise bad_piece(piece, "It is no seven whole numbers")
         i, what, row, rows, steps, others, _ = piece
         if not 0 <= i < len(self.rows) or what not in (VALUES, SCALES):
@@ -270,18 +300,20 @@ class Patching(Session):
         return matrix_of(grid_of(entry.shape, block)), sink.scales.itemsize
 
     @torch.no_grad()
-    def _add(self, some: Sequence[Patch], back: bool = False) -> list[Mapping[Route, kernel.Sums] | PrecisionError]:
+    def _add(self, some: Sequence[Patch], back: bool = False) -> list[Mapping[int, kernel.Sums] | PrecisionError]:
         """Add patches of different rows where the elements of their tensors lie in this worker's memory, or subtract
         them.
 
-        Return for each the sums of its rows by route, as they lie in memory then, where a kernel has made them; or an
-        error if it is no patch. Then nothing of it was added.
+        Return for each the sums of its rows by the number of the route, as they lie in memory then, where a kernel has
+        made them; or an error if it is no patch. Then nothing of it was added.
         """
-        outcomes: list[Mapping[Route, kernel.Sums] | PrecisionError] = [{} for _ in some]
+        outcomes: list[Mapping[int, kernel.Sums] | PrecisionError] = [{} for _ in some]
         known = {n: one for n, patch in enumerate(some) if (one := self._addition(*patch, not back)) is not None}
-        done = kernel.add([addition for addition, _ in known.values()], back)
-        for (n, (_, sums)), good in zip(known.items(), done or (), strict=False):
-            outcomes[n] = sums if good else no_patch("its positions are not increasing, or not as many as it says")
+        done = kernel.add([*known.values()], back)
+        for (n, addition), good in zip(known.items(), done or (), strict=False):
+            outcomes[n] = (
+                addition.sums if good else no_patch("its positions are not increasing, or not as many as it says")
+            )
         for n, (about, raw) in enumerate(some):
             if done is None or n not in known:
                 try:
@@ -290,27 +322,19 @@ class Patching(Session):
                     outcomes[n] = error
         return outcomes
 
-    def _addition(
-        self, about: tuple[int, ...], raw: Bytes, summed: bool
-    ) -> tuple[kernel.Addition, Mapping[Route, kernel.Sums]] | None:
+    def _addition(self, about: tuple[int, ...], raw: Bytes, summed: bool) -> kernel.Addition | None:
         """Return a patch for the kernel, and memory for the sums of its rows if they are ``summed``; None if the kernel
         does not know all places."""
         i, what, row, rows, steps, others = about
         (_, columns), width = self._plane(i, what)
-        known, room = self._places(i, what), dict[Route, kernel.Sums]()
+        known = self._places(i, what)
         if known is None:
             return None
-        for route in self._routes(i):
-            start, stop = _rows_of_one(route) or (0, 0)
-            mine = min(row + rows, stop) - max(row, start)
-            if summed and what == VALUES and mine > 0 and isinstance(self.sinks[route.target], Blocks):
-                left, right = route.to[-1]
-                words = -(-(right - left) // 8)
-                room[route] = (torch.empty(mine, dtype=torch.int64), torch.empty(words, dtype=torch.int64))
-        shape, places = known
-        sums = {n: room[route] for n, route in enumerate(self._routes(i)) if route in room}
-        counts = (rows * columns, steps, others, width)
-        return kernel.Addition(raw, *counts, first=row * columns, shape=shape, places=places, sums=sums), room
+        (shape, places), room = known, dict[int, kernel.Sums]()
+        for n, passing in enumerate(self._passing(i) if summed and what == VALUES else ()):
+            if passing is not None and (sums := passing.room(row, rows)) is not None:
+                room[n] = sums
+        return kernel.Addition(raw, rows * columns, steps, others, width, row * columns, shape, places, room)
 
     def _places(self, i: int, what: int) -> tuple[tuple[int, int], list[kernel.Place]] | None:
         """Return the shape of a tensor's matrices and where its parts lie, for the kernel; None if one of them is on a
@@ -414,9 +438,10 @@ class Patching(Session):
         told = expected if isinstance(expected, dict) else {}
         for i, routes in self.plan.routes.by_entry.items():
             wanted, good = told.get(str(i)), True
+            if not all(route in self.read for route in routes):
+                self.read |= self._read(i)
             for route in routes:
-                sink, part = self.sinks[route.target], name_of(route)
-                there = self.read[route] if route in self.read else self._read(route)
+                sink, part, there = self.sinks[route.target], name_of(route), self.read[route]
                 if i in sent:  # what a kernel packed cannot be read, and is known by what came
                     noted = there or self.tally.facts[i].fingerprints.get(part)
                     good = good and (not isinstance(wanted, dict) or wanted.get(part, noted) == noted)
