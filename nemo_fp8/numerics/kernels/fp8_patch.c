@@ -4,7 +4,7 @@
                fingerprint (fp8_sums.c) through them, and writes each patch as soon as its last word was seen; new rows that are
                codes are made here, a few at a time, and compared while they are in a cache: they never go to memory
        add     a patch is read, and refused if it is none, before its first difference is added; if wanted, its rows are summed up for
-               a fingerprint afterwards, as they lie in memory then, while a cache has them
+               a fingerprint, as they lie in memory then: a few at a time, as soon as these are patched, while a cache has them
 
    Threads take whole patches, so nobody waits for the lists of another. Each has sums of its own for the columns and adds them to the
    others' in the end: few words change, and two threads that write to one line of the cache wait for it each time. */
@@ -103,13 +103,8 @@ typedef struct lists { uint32_t *steps, *others, *by, largest; int64_t steps_cou
 
 /* With instructions that pack elements side by side no word is looked at by itself. All of them are compared, taken over and summed up
    alike, a vector at a time, and what changed is sorted into the lists 16 at a time: where values change here and there, nobody could
-   predict a branch. Whatever is packed is stored as 16 words, of which as many count as there are. */
+   predict a branch. Of whatever is packed 16 elements are stored, of which as many count as there are. */
 enum { BEYOND = 16 };
-
-INLINE __m512i first_16(__m512i packed, int width) { /* elements, as 32-bit words */
-    return width == 1 ? _mm512_cvtepu8_epi32(_mm512_castsi512_si128(packed))
-                      : width == 2 ? _mm512_cvtepu16_epi32(_mm512_castsi512_si256(packed)) : packed;
-}
 
 INLINE __m512i after_16(__m512i packed, int width) {
     const __m512i none = _mm512_setzero_si512();

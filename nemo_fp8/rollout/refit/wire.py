@@ -127,7 +127,8 @@ class Transport(Protocol):
     def buffer(self) -> torch.Tensor:
         """Return the next buffer to fill, once the workers are done with it; raises PrecisionError as ``send`` does.
 
-        All of them may be filled before the first is sent, also before ``open``."""
+        All of them may be filled before the first is sent, also before ``open``.
+        """
 
     def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
         """Have all workers write the pieces in the first ``used`` bytes of the oldest buffer that was not sent yet.
