@@ -149,12 +149,14 @@ def push(record: dict[str, Any]) -> Any:
         "BF16 push": (record["best"]["BF16 push"]["wall"], color("bf16")),
         "BF16 push, by rows": (record["best"]["BF16 by rows push"]["wall"], color("bf16")),
         "FP8 push": (record["best"]["FP8 push"]["wall"], color("blockwise")),
+        "FP8 push of changes": (record["best"]["FP8 push of changes"]["wall"], color("blockwise")),
+        "FP8 push from shared memory": (record["best"]["FP8 push from shared memory"]["wall"], color("blockwise")),
         "vLLM reads the checkpoint again, BF16": (record["best"]["vLLM's own reload, BF16"]["wall"], color("bf16")),
         "vLLM reads the checkpoint again, FP8": (record["best"]["vLLM's own reload, FP8"]["wall"], color("blockwise")),
         "an engine starts, BF16": (record["start_seconds"]["BF16"], color("bf16")),
         "an engine starts, FP8": (record["start_seconds"]["FP8"], color("blockwise")),
     }
-    with drawing(8, 3) as (figure, axes):
+    with drawing(8, 3.6) as (figure, axes):
         axis = axes[0, 0]
         for row, (seconds, colour) in enumerate(ways.values()):
             axis.plot([0.01, seconds], [row, row], color=colour, linewidth=1)
