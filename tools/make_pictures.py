@@ -144,17 +144,19 @@ def rl(record: dict[str, Any]) -> Any:
 
 def push(record: dict[str, Any]) -> Any:
     """Draw the seconds until an engine holds other weights, by every way; FP8 in colour, on a logarithmic axis."""
-    ways = {
-        "a plain copy of the bytes": (record["copy_seconds"], MUTED),
-        "BF16 push": (record["best"]["BF16 push"]["wall"], color("bf16")),
-        "BF16 push, by rows": (record["best"]["BF16 by rows push"]["wall"], color("bf16")),
-        "FP8 push": (record["best"]["FP8 push"]["wall"], color("blockwise")),
-        "FP8 push of changes": (record["best"]["FP8 push of changes"]["wall"], color("blockwise")),
-        "FP8 push from shared memory": (record["best"]["FP8 push from shared memory"]["wall"], color("blockwise")),
-        "vLLM reads the checkpoint again, BF16": (record["best"]["vLLM's own reload, BF16"]["wall"], color("bf16")),
-        "vLLM reads the checkpoint again, FP8": (record["best"]["vLLM's own reload, FP8"]["wall"], color("blockwise")),
-        "an engine starts, BF16": (record["start_seconds"]["BF16"], color("bf16")),
-        "an engine starts, FP8": (record["start_seconds"]["FP8"], color("blockwise")),
+    rows = {
+        "BF16 push": "BF16 push",
+        "BF16 push, by rows": "BF16 by rows push",
+        "FP8 push": "FP8 push",
+        "FP8 push of changes": "FP8 push of changes",
+        "FP8 push from shared memory": "FP8 push from shared memory",
+        "vLLM reads the checkpoint again, BF16": "vLLM's own reload, BF16",
+        "vLLM reads the checkpoint again, FP8": "vLLM's own reload, FP8",
+    }
+    starts = {f"an engine starts, {kind}": record["start_seconds"][kind] for kind in ("BF16", "FP8")}
+    seconds_of = {label: record["best"][row]["wall"] for label, row in rows.items()} | starts
+    ways = {"a plain copy of the bytes": (record["copy_seconds"], MUTED)} | {
+        label: (seconds, color("blockwise" if "FP8" in label else "bf16")) for label, seconds in seconds_of.items()
     }
     with drawing(8, 3.6) as (figure, axes):
         axis = axes[0, 0]
