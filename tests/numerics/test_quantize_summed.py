@@ -10,7 +10,7 @@ from support.kernel_cases import SOURCES, build_for, same, values
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
-from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels import GROUP, Order, build
 from nemo_fp8.numerics.statistics import TOTALS
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler on this machine")
@@ -63,6 +63,70 @@ def test_each_part_of_a_stack_has_its_own_totals(isa, tile, columns, monkeypatch
     compare(x, tile, "fp32", 8)
     totals = kernels.quantize_summed(x, tile, "e4m3", "fp32", room_for(x.shape, tile, "fp32"), 8).totals
     assert totals[:, TOTALS.index("nonfinite")].tolist() == [0, 0, 2, 0, 0, 0, 0, 0]
+
+
+def for_amx(codes):
+    """Codes in plain order, as the docstring of ``Order.AMX`` says where they lie."""
+    rows, columns = codes.shape
+    pairs = codes.view(torch.uint8).view(rows // GROUP, GROUP, columns // 2, 2)
+    return pairs.transpose(1, 2).contiguous().view(codes.dtype).view(rows, columns)
+
+
+@pytest.mark.parametrize("isa", ["native", "avx2", "plain"])
+def test_codes_are_left_in_the_order_of_amx(isa, monkeypatch):
+    """With the bits, sums and totals of the plain order: past the caches, in several strips, lines that are half used,
+    and a last row of tiles that is lower."""
+    build_for(isa, monkeypatch)
+    for shape, parts in (((1024, 4160), 8), ((1056, 2), 1), ((32, 130), 1), ((96, 2062), 1), ((2048, 2304), 1)):
+        for dtype in SOURCES:
+            x = values(shape, dtype, 3, "gaussian")
+            x[5, ::3], x[7, 0] = 0, float("inf")
+            plain, turned = room_for(shape, (128, 128), "fp32"), room_for(shape, (128, 128), "fp32")
+            wanted = kernels.quantize_summed(x, (128, 128), "e4m3", "fp32", plain, parts)
+            found = kernels.quantize_summed(x, (128, 128), "e4m3", "fp32", turned, parts, Order.AMX)
+            same(turned[0], for_amx(plain[0]))
+            same(turned[1], plain[1])
+            for one, other in zip(found, wanted, strict=True):
+                assert torch.equal(one, other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), columns=st.sampled_from([2, 8, 30, 64, 130, 1024]), groups=st.integers(1, 9))
+def test_sums_of_codes_for_amx_are_those_of_the_plain_order(data, columns, groups):
+    """Of some groups, the last of which may be a part of one, and of some columns."""
+    codes = torch.randint(0, 256, (groups * GROUP, columns), dtype=torch.uint8)
+    left = 2 * data.draw(st.integers(0, columns // 2 - 1))
+    right = left + 2 * data.draw(st.integers(1, (columns - left) // 2))
+    first = GROUP * data.draw(st.integers(0, groups - 1))
+    last = data.draw(st.integers(first + 1, len(codes)))
+    found = kernels.sums_of_amx(for_amx(codes)[first:last], (left, right))
+    wanted = kernels.sums(codes[first:last, left:right], magnitudes=False)[:2]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_sums_of_wide_rows_for_amx_wrap_like_the_plain_ones():
+    """More pairs in a row than 32 bits can add up, all of them the largest."""
+    codes = torch.full((64, 1 << 20), 255, dtype=torch.uint8)
+    codes[40, 77] = 3
+    found, wanted = kernels.sums_of_amx(for_amx(codes), (0, 1 << 20)), kernels.sums(codes, magnitudes=False)[:2]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_what_cannot_lie_in_the_order_of_amx_is_left_to_the_caller():
+    def done(shape, tile=(128, 128), out=None):
+        room = room_for(shape, tile, "fp32")
+        codes = room[0] if out is None else out
+        return kernels.quantize_summed(torch.ones(shape), tile, "e4m3", "fp32", (codes, room[1]), 1, Order.AMX)
+
+    assert done((128, 256)) is not None
+    assert done((144, 256)) is None
+    assert done((128, 257)) is None
+    assert done((128, 256), tile=(1, 128)) is None
+    assert done((128, 256), out=torch.empty(128, 512, dtype=torch.float8_e4m3fn)[:, :256]) is None
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    assert kernels.sums_of_amx(codes, (0, 63)) is None
+    assert kernels.sums_of_amx(codes[:, :32], (0, 32)) is None
+    assert kernels.sums_of_amx(codes.to("meta"), (0, 32)) is None
 
 
 def test_what_no_kernel_takes_is_left_to_the_caller():

@@ -13,6 +13,7 @@ from support.kernel_cases import OF_PRODUCTS, build_for
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
+from nemo_fp8.numerics.kernels import Order
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import fingerprint
 from nemo_fp8.rollout.refit.channel import LARGEST
@@ -313,15 +314,65 @@ def test_the_kernel_adds_what_numpy_adds(shape, source, to, there, width):
     assert torch.equal(_added(shape, source, to, live, patch, back=True)[1], before)
 
 
+BOXES_FOR_AMX = [
+    ((40, 24), ((0, 40), (0, 24)), ((0, 1), (0, 40), (0, 24)), (1, 64, 24)),
+    ((40, 24), ((3, 40), (5, 17)), ((2, 3), (32, 69), (4, 16)), (3, 96, 20)),
+    ((4, 40, 24), ((1, 3), (0, 40), (4, 10)), ((0, 2), (64, 104), (0, 6)), (2, 128, 6)),
+]
+
+
+@pytest.mark.parametrize(("shape", "source", "to", "there"), BOXES_FOR_AMX, ids=str)
+def test_the_kernel_adds_to_codes_for_amx(shape, source, to, there):
+    """What it adds to codes in plain order, forth and back."""
+    draws, strip = np.random.default_rng(0), int(np.prod(shape))
+    positions = np.flatnonzero(draws.random(strip) < 0.2)
+    by = np.where(draws.random(len(positions)) < 0.7, 1, draws.integers(2, 256, len(positions))).astype(np.uint8)
+    steps, others, raw = encode(strip, positions, by)
+    plain = torch.from_numpy(draws.integers(0, 256, there, dtype=np.uint8))
+    live, before = torch.empty_like(plain), plain.clone()
+    for m, codes in enumerate(plain):
+        AMX.store(live[m], 0, codes)
+    place = place_of(shape, source, to, live, Order.AMX)
+    for back, memory, at in ((False, plain, place_of(shape, source, to, plain)), (False, live, place)):
+        assert kernel.add([kernel.Addition(raw, strip, steps, others, 1, 0, shape[-2:], [at])], back) == [True]
+        assert memory is plain or torch.equal(torch.stack([AMX.load(m, 0, len(m)) for m in live]), plain)
+    assert not torch.equal(plain, before)
+    kernel.add([kernel.Addition(raw, strip, steps, others, 1, 0, shape[-2:], [place])], True)
+    assert torch.equal(torch.stack([AMX.load(m, 0, len(m)) for m in live]), before)
+
+
+def test_a_box_that_is_not_of_whole_lines_has_no_place_for_amx():
+    def place(rows, columns, live=None):
+        source = ((0, rows[1] - rows[0]), (0, columns[1] - columns[0]))
+        live = torch.empty(1, 128, 64, dtype=torch.uint8) if live is None else live
+        return place_of(tuple(b for _, b in source), source, ((0, 1), rows, columns), live, Order.AMX)
+
+    assert place((32, 96), (2, 64)) is not None
+    assert place((32, 90), (2, 64)) is not None
+    for rows, columns in (((16, 96), (2, 64)), ((32, 96), (1, 63)), ((32, 96), (0, 63))):
+        assert place(rows, columns) is None
+    assert place((32, 96), (2, 32), torch.empty(1, 128, 64, dtype=torch.uint8)[..., :32]) is None
+    turned = torch.empty(4, 128, 64, dtype=torch.uint8)  # four rows that are of one matrix each
+    assert place_of((4, 64), ((0, 4), (0, 64)), ((0, 4), (0, 1), (0, 64)), turned, Order.AMX) is None
+
+
 @pytest.mark.parametrize("isa", ["native", "avx2", "plain"])
+@pytest.mark.parametrize("layout", [ROWS, AMX], ids=["rows", "amx"])
 @pytest.mark.parametrize("box", [((0, 2048), (0, 256)), ((100, 2000), (0, 256)), ((0, 1030), (64, 200))], ids=str)
-def test_patches_are_added_together_and_their_rows_summed_up(isa, box, monkeypatch):
+def test_patches_are_added_together_and_their_rows_summed_up(isa, layout, box, monkeypatch):
     """By all threads. One among them is no patch: it says so, nothing of it is added, and the others are."""
     build_for(isa, monkeypatch)
     draws, shape, each = np.random.default_rng(0), (2048, 256), 512
     live = torch.from_numpy(draws.integers(0, 127, shape, dtype=np.uint8))
     before, (rows, columns) = live.clone(), box
-    place = place_of(shape, box, box, live)
+    # For AMX a box begins with a group: it lies in rows 32, 33 ... there, and all around it is something else.
+    wide, to = (live, box) if layout is ROWS else (torch.full((1, 2112, 256), 7, dtype=torch.uint8), None)
+    if layout is AMX:
+        to = ((0, 1), (32, 32 + rows[1] - rows[0]), columns)
+        plain = wide[0].clone()
+        plain[slice(*to[1]), slice(*columns)] = live[slice(*rows), slice(*columns)]
+        AMX.store(wide[0], 0, plain)
+    place = place_of(shape, box, to, wide, layout.order)
     additions, bad, sums = [], 2, []
     for n in range(4):
         positions = np.flatnonzero(draws.random(each * 256) < 0.1)
@@ -337,6 +388,11 @@ def test_patches_are_added_together_and_their_rows_summed_up(isa, box, monkeypat
     done = kernel.add(additions)
     assert done == [n != bad for n in range(4)]
     part = live[slice(*rows), slice(*columns)]
+    if layout is AMX:
+        now = AMX.load(wide[0], 0, 2112)
+        part.copy_(now[slice(*to[1]), slice(*columns)])
+        now[slice(*to[1]), slice(*columns)] = 7
+        assert (now == 7).all()  # nothing outside of the box
     assert torch.equal(live[bad * each : (bad + 1) * each], before[bad * each : (bad + 1) * each])
     for n in {*range(4)} - {bad}:
         here = live[max(rows[0], n * each) : min(rows[1], (n + 1) * each), slice(*columns)]

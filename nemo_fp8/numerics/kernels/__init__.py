@@ -2,7 +2,7 @@
 
     quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
                                                     ->  codes, scale_inv, statistics
-    quantize_summed(x, tile, element_format, scale_kind, out, parts)
+    quantize_summed(x, tile, element_format, scale_kind, out, parts, order)
                                                     ->  totals of parts, sums of codes by row and by column
     decode(data, scale_inv, tile, dtype, out)       ->  values
     quantize_fp4(x, encode, tile_rows, convention, out, signs, chance, four_over_six)
@@ -14,6 +14,7 @@
                                                     ->  totals of every matrix of a stack
     amax(x)                                         ->  the largest magnitude
     sums(x, into)                                   ->  sums of rows and of columns, largest magnitudes
+    sums_of_amx(codes, columns)                     ->  sums of rows and of columns of codes that AMX multiplies
 
 Each returns None if it has no kernel for the device, dtype or tile, and the caller computes in torch. Their codes and
 scales equal those of :func:`nemo_fp8.numerics.quantize.quantize_reference`, and of
@@ -23,6 +24,7 @@ another order and agree to about six digits.
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import os
@@ -43,6 +45,18 @@ SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 Tile = tuple[int, int] | None
 Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
+
+
+class Order(enum.IntEnum):
+    """How a matrix of codes lies in memory of its shape, as `fp8_amx.h` numbers it."""
+
+    ROWS = 0
+    AMX = 1
+    """Groups of 32 rows: the pair (c, c + 1) of row 32 g + r lies at [g, c / 2, r]."""
+
+
+GROUP = 32
+"""Rows of a group."""
 
 
 class Summed(NamedTuple):
@@ -81,10 +95,16 @@ def quantize(
 
 
 def quantize_summed(
-    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, out: Out, parts: int = 1
+    x: torch.Tensor,
+    tile: tuple[int, int],
+    element_format: str,
+    scale_kind: str,
+    out: Out,
+    parts: int = 1,
+    order: Order = Order.ROWS,
 ) -> Summed | None:
     """Quantize a matrix into codes and scales; return what that did to each of ``parts`` equal parts of its rows, and
-    the sums of the codes, or None if there is no kernel. Only CPUs have one.
+    the sums of the codes, or None if there is no kernel. Only CPUs have one. ``order`` is how the codes shall lie.
 
     A matrix is read once and its codes are written once, where statistics and :func:`sums` after the cast read the
     codes again, and keep numbers of every tile until somebody adds them up. Parts end where tiles end. Raises
@@ -93,7 +113,7 @@ def quantize_summed(
     if x.device.type != "cpu":
         return None
     check_out(out, x, tile, format_of(element_format).dtype, scale_kind)
-    found: Summed | None = _module("cpu").quantize_summed(x, tile, element_format, scale_kind, out, parts)
+    found: Summed | None = _module("cpu").quantize_summed(x, tile, element_format, scale_kind, out, parts, order)
     return found
 
 
@@ -228,6 +248,15 @@ def sums(
         return None
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     found = _module("cpu").sums(x, into, magnitudes)
+    return found
+
+
+def sums_of_amx(codes: torch.Tensor, columns: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Sum rows of codes in the order ``Order.AMX``, of which the first begins a group, as :func:`sums` does for plain
+    ones: those bytes of each that are in ``columns``, [first, last). None if there is no kernel; only CPUs have one."""
+    if codes.device.type != "cpu":
+        return None
+    found: tuple[torch.Tensor, torch.Tensor] | None = _module("cpu").sums_of_amx(codes, columns)
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import Format, format_of
-from nemo_fp8.numerics.kernels import PROCESS, Out, Result, Summed, Tile, build
+from nemo_fp8.numerics.kernels import GROUP, PROCESS, Order, Out, Result, Summed, Tile, build
 from nemo_fp8.numerics.kernels.out import rows_of
 from nemo_fp8.numerics.kernels.results import statistics_of
 from nemo_fp8.numerics.statistics import TOTALS, Statistics
@@ -50,6 +50,7 @@ class CastJob(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
         *((name, ctypes.c_int64) for name in ("next", "wild", "failed")),
         *((name, ctypes.c_void_p) for name in ("of_strips", "ahead")),
+        ("order", ctypes.c_int64),
     )
 
 
@@ -115,7 +116,7 @@ class SumsJob(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "to", "of_rows", "of_columns", "largest", "parallel")),
         *((name, ctypes.c_int64) for name in ("rows", "bytes", "stride", "to_stride")),
         *((name, ctypes.c_int32) for name in ("magnitudes", "threads")),
-        *((name, ctypes.c_int64) for name in ("next", "failed")),
+        *((name, ctypes.c_int64) for name in ("next", "failed", "order")),
     )
 
 
@@ -157,7 +158,7 @@ def quantize(
 
 
 def quantize_summed(
-    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, out: Out, parts: int
+    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, out: Out, parts: int, order: Order
 ) -> Summed | None:
     """Do what :func:`quantize` does, into memory that fits, and sum up what it did; None if there is no kernel for it.
 
@@ -171,6 +172,8 @@ def quantize_summed(
     rows, columns = x.shape
     if x.stride(1) != 1 or not has_rows(scale_inv) or rows % parts or (parts > 1 and rows // parts % tile[0]):
         return None
+    if not _can_lie(codes, tile, order):
+        return None
     words = -(-columns // 8)
     memory = torch.empty(len(TOTALS) * parts + rows + words, dtype=torch.int64)
     first = len(TOTALS) * parts
@@ -178,15 +181,28 @@ def quantize_summed(
     _run(
         library, x, tile, format_of(element_format), codes, scaling=scaling, scale_inv=scale_inv,
         scale_stride=scale_inv.stride(0), scale_if_tiny=torch.finfo(x.dtype).max, totals=of_parts, of_rows=of_rows,
-        of_columns=of_columns, rows_of_total=rows // parts,
+        of_columns=of_columns, rows_of_total=rows // parts, order=order,
     )  # fmt: skip
     return Summed(of_parts.view(torch.float64).view(parts, len(TOTALS)), of_rows, of_columns)
 
 
+def _can_lie(codes: torch.Tensor, tile: tuple[int, int], order: Order) -> bool:
+    """Return whether a cast with these tiles can leave codes in an order: that of AMX in one piece, in whole groups of
+    rows and pairs of columns."""
+    rows, columns = codes.shape
+    return order == Order.ROWS or (codes.is_contiguous() and not (rows % GROUP or tile[0] % GROUP or columns % 2))
+
+
 def cast_job(
-    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, scale_inv: torch.Tensor, **more: Any
+    x: torch.Tensor,
+    tile: tuple[int, int],
+    element_format: str,
+    scale_kind: str,
+    scale_inv: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    order: Order = Order.ROWS,
 ) -> CastJob | None:
-    """Return the cast of a matrix as a job for another kernel, which may say ``more`` of it; None if there is none.
+    """Return the cast of a matrix as a job for another kernel, which may say where ``codes`` go; None if there is none.
 
     The job knows where ``x`` and ``scale_inv`` lie, and does not keep them; where ``x`` is on the meta device it is
     told later.
@@ -194,11 +210,11 @@ def cast_job(
     scaling = SCALINGS.get(("te", scale_kind))
     if scaling is None or not (x.is_cpu or x.is_meta) or x.dtype not in SOURCES or not _takes(tile):
         return None
-    if not has_rows(x) or not has_rows(scale_inv):
+    if not has_rows(x) or not has_rows(scale_inv) or (codes is not None and not _can_lie(codes, tile, order)):
         return None
     return _job(
-        x, tile, format_of(element_format), scaling=scaling, scale_inv=scale_inv, scale_stride=scale_inv.stride(0),
-        scale_if_tiny=torch.finfo(x.dtype).max, **more,
+        x, tile, format_of(element_format), codes, scaling=scaling, scale_inv=scale_inv,
+        scale_stride=scale_inv.stride(0), scale_if_tiny=torch.finfo(x.dtype).max, order=order,
     )  # fmt: skip
 
 
@@ -367,6 +383,26 @@ def sums(
     if not kind:
         return rows, columns, largest
     return rows, columns, largest.view(x.dtype).view(height, -1)[:, 0].float()
+
+
+def sums_of_amx(codes: torch.Tensor, columns: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Sum some bytes of rows in the order of AMX, by row and by column, as `fp8_amx.h` says; None if that cannot be.
+
+    Raises MemoryError as :func:`sums` does.
+    """
+    library, (left, right) = build.library(), columns
+    if library is None or codes.numel() == 0 or not codes.is_contiguous() or codes.itemsize > 1 or (left | right) % 2:
+        return None
+    rows = torch.empty(codes.shape[0], dtype=torch.int64)
+    of_columns = torch.zeros(-(-(right - left) // 8), dtype=torch.int64)
+    job = SumsJob(
+        x=codes.data_ptr() + left * GROUP, rows=codes.shape[0], bytes=right - left, stride=codes.stride(0),
+        of_rows=rows.data_ptr(), of_columns=of_columns.data_ptr(),
+        threads=1 if codes.nbytes <= BYTES_FOR_THREADS else threads(codes), parallel=parallel(), order=Order.AMX,
+    )  # fmt: skip
+    if not library.nemo_fp8_sums(ctypes.byref(job)):
+        raise MemoryError("no memory for the sums of a matrix's columns")
+    return rows, of_columns
 
 
 def sums_job(x: torch.Tensor, into: torch.Tensor | None, magnitudes: int, **more: Any) -> SumsJob:

@@ -6,7 +6,7 @@
 
 typedef struct job {
     const void *x;                                /* rows x cols, `stride` elements from row to row */
-    uint8_t *codes;                               /* rows x cols, `codes_stride` from row to row */
+    uint8_t *codes;                               /* rows x cols, `codes_stride` from row to row; or FOR_AMX (fp8_amx.h), in whole groups */
     void *scale_inv;                              /* one a tile: floats, or bytes for E8M0; `scale_stride` from row to row */
     float *norm, *error_norm;                     /* one a tile, NULL if not wanted; these and all that follow lie in one piece of memory */
     float *amax;                                  /* may be wanted alone */
@@ -22,6 +22,7 @@ typedef struct job {
     _Atomic int64_t next, wild, failed;
     total *of_strips;                             /* made here: one for each strip */
     const char *ahead;                            /* of some rows: the first value of those that come next, or NULL */
+    int64_t order;                                /* of the codes: IN_ROWS or FOR_AMX */
 } job;
 
 int nemo_fp8_quantize_rows(job *all, int64_t first, int64_t rows, uint8_t *codes);

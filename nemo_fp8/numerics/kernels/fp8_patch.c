@@ -11,6 +11,7 @@
 
 #include <stdlib.h>
 
+#include "fp8_amx.h"
 #include "fp8_job.h"
 #include "fp8_sums.h"
 
@@ -408,8 +409,9 @@ int nemo_fp8_find(find_job *j) {
 /* ---------------------------------------------------------------------------------------------------------------- add */
 
 /* Where a box of a tensor [matrices, rows, columns] lies: its first element, and the bytes from one to the next in each dimension. Of a
-   box of the only matrix, whose rows lie in one piece each, the sums of the rows that a patch is of may be wanted. */
-typedef struct place { char *to; int64_t first[3], last[3], strides[3]; int64_t *of_rows, *of_columns; } place;
+   box of the only matrix, whose rows lie in one piece each, the sums of the rows that a patch is of may be wanted. Of a box FOR_AMX
+   (fp8_amx.h) the first row begins a group, and columns are even; strides[1] times OF_GROUP is where the next group begins. */
+typedef struct place { char *to; int64_t first[3], last[3], strides[3]; int64_t *of_rows, *of_columns, order; } place;
 
 typedef struct add_job {
     const uint8_t *raw;
@@ -429,27 +431,36 @@ INLINE void add_to(char *x, uint32_t by, int width) {
    comes one that is beyond any, and memory for AHEAD more. */
 typedef struct list { const uint32_t *positions; const uint8_t *ups, *by; int64_t done; } list;
 
+/* Where row `r` of a box begins, and where its element `c` lies. */
+INLINE char *row_of(const place *p, int64_t r, int order) {
+    return order == FOR_AMX ? p->to + (r - r % OF_GROUP) * p->strides[1] + r % OF_GROUP * 2 : p->to + r * p->strides[1];
+}
+
+INLINE char *element_of(char *row, int64_t c, int64_t wide, int order) {
+    return order == FOR_AMX ? row + c / 2 * PAIRS + c % 2 : row + c * wide;
+}
+
 /* Adds what lies before position `end`, and was not added yet, a row at a time. `ahead` says how many positions early memory is asked for;
    that is the right memory as long as rows lie one after the other. */
-INLINE void add_list(const add_job *j, const place *p, list *l, int64_t end, int ahead, int width) {
+INLINE void add_list(const add_job *j, const place *p, list *l, int64_t end, int ahead, int width, int order) {
     const uint32_t *positions = l->positions;
     const uint8_t *ups = l->ups, *by = l->by;
     int64_t i = l->done, wide = p->strides[2], back = j->back;
     while (positions[i] < end) {
         int64_t line = (j->first + positions[i]) / j->columns, row = line % j->rows, matrix = line / j->rows;
         int64_t start = line * j->columns - j->first, last = least_of(start + j->columns, end), from = last, before = last;
-        char *to = p->to; /* where position 0 would lie, if the row went on before its first element */
+        char *to = p->to;
         if (matrix >= p->first[0] && matrix < p->last[0] && row >= p->first[1] && row < p->last[1]) {
-            to += (matrix - p->first[0]) * p->strides[0] + (row - p->first[1]) * p->strides[1] - (start + p->first[2]) * wide;
+            to = row_of(p, row - p->first[1], order) + (matrix - p->first[0]) * p->strides[0];
             from = start + p->first[2], before = least_of(last, start + p->last[2]);
         }
         while (positions[i] < from && positions[i] < last) i++;
         for (; positions[i] < before; i++) {
-            if (ahead) __builtin_prefetch(to + positions[i + ahead] * wide, 1);
+            if (ahead) __builtin_prefetch(element_of(to, positions[i + ahead] - from, wide, order), 1);
             uint32_t difference = 0;
             if (ups) difference = (uint32_t)(ups[i / 8] >> i % 8 & 1) * 2 - 1;
             else memcpy(&difference, by + i * width, (size_t)width);
-            add_to(to + positions[i] * wide, back ? -difference : difference, width);
+            add_to(element_of(to, positions[i] - from, wide, order), back ? -difference : difference, width);
         }
         while (positions[i] < last) i++;
     }
@@ -458,7 +469,7 @@ INLINE void add_list(const add_job *j, const place *p, list *l, int64_t end, int
 
 /* Adds both lists, some rows at a time, and sums these up while a cache has them. As all of their memory is read, it is asked for in order,
    some rows early. */
-INLINE void add_and_sum(const add_job *j, const place *p, list *steps, list *others, int width) {
+INLINE void add_and_sum_rows(const add_job *j, const place *p, list *steps, list *others, int width) {
     int64_t first = j->first / j->columns, end = (j->first + j->strip) / j->columns;
     if (first < p->first[1]) first = p->first[1];
     if (end > p->last[1]) end = p->last[1];
@@ -468,19 +479,41 @@ INLINE void add_and_sum(const add_job *j, const place *p, list *steps, list *oth
     memset(p->of_columns, 0, (size_t)((s.bytes + 7) / 8 * 8));
     for (int64_t row = 0, last; row < s.rows; row = last) {
         last = least_of(row + some, s.rows);
-        add_list(j, p, steps, (first + last) * j->columns - j->first, 0, width);
-        add_list(j, p, others, (first + last) * j->columns - j->first, 0, width);
+        add_list(j, p, steps, (first + last) * j->columns - j->first, 0, width, IN_ROWS);
+        add_list(j, p, others, (first + last) * j->columns - j->first, 0, width, IN_ROWS);
         for (; row + ABREAST <= last; row += ABREAST)
             sum_rows(&s, row, ABREAST, (uint64_t *)p->of_columns, some * s.stride, NO_MAGNITUDES, NOWHERE);
         for (; row < last; row++) sum_rows(&s, row, 1, (uint64_t *)p->of_columns, 0, NO_MAGNITUDES, NOWHERE);
     }
 }
 
+/* The same a group at a time, in which the changes of a row lie all over. */
+INLINE void add_and_sum_groups(const add_job *j, const place *p, list *steps, list *others) {
+    int64_t first = j->first / j->columns, end = (j->first + j->strip) / j->columns;
+    int64_t bytes = p->last[2] - p->first[2], step = p->strides[1], *of_rows = p->of_rows;
+    uint64_t *columns = (uint64_t *)p->of_columns;
+    if (first < p->first[1]) first = p->first[1];
+    if (end > p->last[1]) end = p->last[1];
+    memset(columns, 0, (size_t)((bytes + 7) / 8 * 8));
+    for (int64_t row = first - p->first[1], last, rows = end - p->first[1]; row < rows; of_rows += last - row, row = last) {
+        int64_t group = row - row % OF_GROUP, up_to = (p->first[1] + (last = least_of(group + OF_GROUP, rows))) * j->columns - j->first;
+        add_list(j, p, steps, up_to, 0, 1, FOR_AMX);
+        add_list(j, p, others, up_to, 0, 1, FOR_AMX);
+        sum_group(p->to + group * step, bytes, row - group, last - group, of_rows, columns, OF_GROUP * step);
+    }
+}
+
+INLINE void add_in_order(const add_job *j, const place *p, list *steps, list *others, int width, int order) {
+    if (p->of_rows && order == FOR_AMX) add_and_sum_groups(j, p, steps, others);
+    else if (p->of_rows) add_and_sum_rows(j, p, steps, others, width);
+    else add_list(j, p, steps, j->strip, AHEAD, width, order), add_list(j, p, others, j->strip, AHEAD, width, order);
+}
+
 INLINE void add_all(const add_job *j, const uint32_t *positions, const uint8_t *ups, const uint8_t *by, int width) {
     for (const place *p = j->places; p < j->places + j->places_count; p++) {
         list steps = {positions, ups, NULL, 0}, others = {positions + j->steps + 1, NULL, by, 0};
-        if (p->of_rows) add_and_sum(j, p, &steps, &others, width);
-        else add_list(j, p, &steps, j->strip, AHEAD, width), add_list(j, p, &others, j->strip, AHEAD, width);
+        if (width == 1 && p->order == FOR_AMX) add_in_order(j, p, &steps, &others, 1, FOR_AMX);
+        else add_in_order(j, p, &steps, &others, width, IN_ROWS);
     }
 }
 

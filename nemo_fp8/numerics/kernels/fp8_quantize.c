@@ -7,7 +7,7 @@
 
    What the cast did to the values is kept for each tile, or, where only sums are wanted, for each of some equal parts of the rows:
    then nothing of a tile is stored. A row of codes can be summed up for a fingerprint (fp8_sums.c) while it is in registers or the
-   first-level cache.
+   first-level cache. Codes for AMX are made in plain order, in the second-level cache, and turned into their place a strip at a time.
 
    A strip is tame if none of its values is too large for its scale, infinite or NaN. Tame BF16 runs on vectors if the
    processor has AVX-512 or AVX2 (fp8_bf16.h); everything else runs in plain C (fp8_rows.h).
@@ -16,6 +16,7 @@
 
 #include <stdlib.h>
 
+#include "fp8_amx.h"
 #include "fp8_job.h"
 #include "fp8_rows.h"
 #ifdef BLOCK
@@ -26,6 +27,10 @@ enum scaling { GIVEN, TE, TE_POW2, DEEPGEMM, DEEPGEMM_POW2, E8M0 };
 
 INLINE int counted(const job *j) { return j->norm || j->totals; }
 INLINE int64_t height_of(const job *j) { return (j->rows + j->tile_rows - 1) / j->tile_rows; } /* rows of tiles */
+INLINE int streams_of(const job *j) { return j->order == IN_ROWS && large(j->rows * j->cols); } /* whether codes go past the caches */
+INLINE int64_t apart_of(const job *j) { /* rows of codes, as they are made: not a power of two, for the caches' sake */
+    return j->order == IN_ROWS ? j->codes_stride : width_of_strip(j->tile_rows) + 64;
+}
 INLINE int64_t strips_of(const job *j) { /* of a row of tiles */
     int64_t width = width_of_strip(j->tile_rows);
     return (j->cols + width - 1) / width;
@@ -40,6 +45,7 @@ typedef struct {
     uint8_t least[STRIP], largest[STRIP], row[STRIP + 64] __attribute__((aligned(64))); /* what follows is aligned, too */
     counts counts;
     uint64_t *columns; /* this thread's part of of_columns */
+    uint8_t *turned;   /* the codes of a strip, before they are turned */
 } scratch;
 
 typedef struct { const job *j; scratch *w; int64_t rows, width, tiles; const char *x; } strip; /* x: its first value */
@@ -281,14 +287,14 @@ static void cast_strip(const strip *s, uint8_t *codes, spot at, format f, int ta
     scratch *w = s->w;
     int64_t step = j->stride * bytes_of(j->source), per = j->source == PAIR ? 2 : 1, wide = j->tile_cols / per;
     const float *slots = w->scale;
-    int streams = large(j->rows * j->cols), any = 0, beside = streams || j->of_rows;
+    int streams = streams_of(j), any = 0, beside = streams || j->of_rows;
     if (j->tile_cols > 1) {
         for (int64_t t = 0; t < s->tiles; t++) for (int64_t i = 0; i < wide; i++) w->slots[t * wide + i] = w->scale[t];
         slots = w->slots;
     }
     for (int64_t r = 0; r < s->rows; r++) {
         const char *x = s->x + r * step;
-        uint8_t *out = codes + r * j->codes_stride, *row = beside ? w->row : out;
+        uint8_t *out = codes + r * apart_of(j), *row = beside ? w->row : out;
         if (r + 1 < s->rows) ask_for(x + step, s->width * bytes_of(j->source));
         CAST[j->source][tame][counted(j) ? r ? ADD : SET : NONE](x, row, s->width, slots, f, &w->counts);
         if (counted(j)) any |= count_row(x, row, s->width, j->source, r > 0, &w->counts);
@@ -310,22 +316,23 @@ static void largest_codes(const float *restrict amax, const float *restrict scal
 static void cast_strip_bf16(const strip *s, uint8_t *codes, spot at, format f, const steps *k, const char *ask) {
     const job *j = s->j;
     scratch *w = s->w;
-    int columns = j->tile_cols == 1, streams = large(j->rows * j->cols);
+    int columns = j->tile_cols == 1, streams = streams_of(j);
+    int64_t step = apart_of(j);
     row_options o = {w->scale, w->underflow, 63 - __builtin_clzll((uint64_t)j->tile_cols), streams && !j->of_rows};
     int abreast = !columns && counted(j) && j->of_rows && s->width % BLOCK == 0;
-    int lines = streams && ((uintptr_t)codes & (BLOCK - 1)) == 0 && j->codes_stride % BLOCK == 0; /* every row begins with a whole one */
+    int lines = streams && ((uintptr_t)codes & (BLOCK - 1)) == 0 && step % BLOCK == 0; /* every row begins with a whole one */
     if (columns) apart(w->scale, w->slots, s->width, 0), o.scale = w->slots;
     else if (counted(j)) memset(w->underflow, 0, (size_t)s->tiles * 4);
     for (int64_t first = 0; first < s->rows; first += ABREAST) {
         int64_t last = least_of(first + ABREAST, s->rows);
         uint64_t of_rows[ABREAST] = {0};
         if (abreast && last == first + ABREAST)
-            CAST_ABREAST[first ? ADD : SET]((const uint16_t *)s->x + first * j->stride, j->stride, codes + first * j->codes_stride,
-                                            j->codes_stride, s->width, ask + first * j->stride * 2, lines, &o, k, &w->counts,
+            CAST_ABREAST[first ? ADD : SET]((const uint16_t *)s->x + first * j->stride, j->stride, codes + first * step,
+                                            step, s->width, ask + first * j->stride * 2, lines, &o, k, &w->counts,
                                             w->columns + at.column / 8, of_rows);
         else for (int64_t c = 0; c < s->width; c += PIECE)
             for (int64_t r = first, end = least_of(c + PIECE, s->width); r < last; r++) {
-                uint8_t *out = codes + r * j->codes_stride, *row = j->of_rows ? w->row : out;
+                uint8_t *out = codes + r * step, *row = j->of_rows ? w->row : out;
                 CAST_BF16[columns][counted(j) ? r ? ADD : SET : NONE](
                     (const uint16_t *)s->x + r * j->stride, row, c, end, ask + r * j->stride * 2, &o, k, &w->counts);
                 if (row == out) continue;
@@ -346,6 +353,14 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, spot at, format f, c
     largest_codes(w->amax, w->scale, w->largest, n, f);
 }
 #endif
+
+static void turn_strip(const strip *s, spot at) {
+    const job *j = s->j;
+    char *to = (char *)j->codes + at.row * j->tile_rows * j->codes_stride + at.column * OF_GROUP;
+    int streams = large(j->rows * j->cols) && ((uintptr_t)to & (PAIRS - 1)) == 0;
+    for (int64_t r = 0; r < s->rows; r += OF_GROUP, to += OF_GROUP * j->codes_stride)
+        turn_group((const char *)s->w->turned + r * apart_of(j), apart_of(j), s->width, to, streams);
+}
 
 static const char *first_of(const job *j, spot at) {
     return (const char *)j->x + (at.row * j->tile_rows * j->stride + at.column) * bytes_of(j->source);
@@ -374,7 +389,7 @@ static int work_on(const job *j, format f, const steps *k, scratch *w, spot at, 
     else if (j->scaling != GIVEN) memcpy((float *)j->scale_inv + scales_at, w->scale_inv, (size_t)s.tiles * 4);
     else for (int64_t t = 0; t < s.tiles; t++) tame &= w->amax[t] * j->given <= j->format_max;
 
-    uint8_t *codes = j->codes + r0 * j->codes_stride + at.column;
+    uint8_t *codes = j->order == FOR_AMX ? w->turned : j->codes + r0 * j->codes_stride + at.column;
 #ifdef BLOCK
     int bf16 = j->source == BF16 || j->source == PAIR;
     if (tame && bf16 && (j->tile_cols == 1 || j->tile_cols >= 32))
@@ -382,6 +397,7 @@ static int work_on(const job *j, format f, const steps *k, scratch *w, spot at, 
     else
 #endif
         cast_strip(&s, codes, at, f, tame);
+    if (j->order == FOR_AMX) turn_strip(&s, at);
     if (j->totals) j->of_strips[at.row * strips_of(j) + at.column / width_of_strip(j->tile_rows)] = total_of(w, s.tiles, tame);
     if (j->norm) store_counts(j, w, at.row * grid + tile, s.tiles, tame, streams);
     return tame;
@@ -394,7 +410,12 @@ static void work(void *argument) {
     scratch w;
     int64_t wide = j->of_rows ? (j->cols + 7) / 8 : 0;
     w.columns = calloc((size_t)wide + 1, 8);
-    if (!w.columns) { j->failed = 1; return; }
+    w.turned = j->order == FOR_AMX ? aligned_alloc(64, (size_t)(j->tile_rows * apart_of(j))) : NULL;
+    if (!w.columns || (j->order == FOR_AMX && !w.turned)) {
+        j->failed = 1;
+        free(w.columns), free(w.turned);
+        return;
+    }
     uint32_t drop = 23 - (uint32_t)j->mantissa_bits, least = 128 - (uint32_t)j->bias;
     float magic = value((127 + drop) << 23 | (-(least << j->mantissa_bits) & 0xff));
     format f = {drop, least << 23, bits(j->format_max), magic, j->saturates_above};
@@ -406,10 +427,10 @@ static void work(void *argument) {
     }
     streamed();
     for (int64_t i = 0; i < wide; i++) __atomic_fetch_add(j->of_columns + i, (int64_t)w.columns[i], __ATOMIC_RELAXED);
-    free(w.columns);
+    free(w.columns), free(w.turned);
 }
 
-/* Returns whether all went well: not if there was no memory for sums. */
+/* Returns whether all went well: not if there was no memory for sums, or for what is to be turned. */
 int nemo_fp8_quantize(job *j) {
     if (j->codes && j->codes_stride == j->cols) expect(j->codes, j->rows * j->cols);
     if (j->norm) expect(j->norm, bytes_of_counts(j));

@@ -8,6 +8,7 @@
 
 #include <stdlib.h>
 
+#include "fp8_amx.h"
 #include "fp8_sums.h"
 
 enum { UNIT = 1 << 18 /* bytes that a thread takes at a time */ };
@@ -21,12 +22,14 @@ static void some_rows(const sums_job *j, int64_t row, int rows, uint64_t *column
     j->magnitudes == OF_HALVES ? ROWS_OF(OF_HALVES) : j->magnitudes == OF_SINGLES ? ROWS_OF(OF_SINGLES) : ROWS_OF(NO_MAGNITUDES);
 }
 
-static void work_sums(void *argument) {
-    sums_job *j = argument;
-    int64_t wide = (j->bytes + 7) / 8, unit = (UNIT / j->bytes + ABREAST) / ABREAST * ABREAST;
-    uint64_t *columns = calloc((size_t)wide, 8);
+static void sum_groups(sums_job *j, uint64_t *columns) {
+    for (int64_t row; (row = atomic_fetch_add(&j->next, OF_GROUP)) < j->rows;)
+        sum_group(j->x + row * j->stride, j->bytes, 0, least_of(OF_GROUP, j->rows - row), j->of_rows + row, columns, 0);
+}
+
+static void sum_all(sums_job *j, uint64_t *columns) {
+    int64_t unit = (UNIT / j->bytes + ABREAST) / ABREAST * ABREAST;
     enum copying copies = j->to ? CACHED : NOWHERE;
-    if (!columns) { atomic_store(&j->failed, 1); return; }
 #ifdef BLOCK
     if (j->to && large(j->rows * j->bytes) && (((uintptr_t)j->to | (uintptr_t)j->to_stride) & (BLOCK - 1)) == 0) copies = STREAMED;
 #endif
@@ -36,6 +39,15 @@ static void work_sums(void *argument) {
         for (; row < end; row++) some_rows(j, row, 1, columns, copies);
     }
     if (copies == STREAMED) streamed();
+}
+
+static void work_sums(void *argument) {
+    sums_job *j = argument;
+    int64_t wide = (j->bytes + 7) / 8;
+    uint64_t *columns = calloc((size_t)wide, 8);
+    if (!columns) { atomic_store(&j->failed, 1); return; }
+    if (j->order == FOR_AMX) sum_groups(j, columns);
+    else sum_all(j, columns);
     for (int64_t i = 0; i < wide; i++) __atomic_fetch_add(j->of_columns + i, (int64_t)columns[i], __ATOMIC_RELAXED);
     free(columns);
 }

@@ -20,6 +20,7 @@ typedef struct sums_job {
     int64_t rows, bytes, stride, to_stride;
     int32_t magnitudes, threads;
     _Atomic int64_t next, failed;
+    int64_t order; /* of FOR_AMX rows (fp8_amx.h), `x` is where a group begins, and `stride` times OF_GROUP where the next one does */
 } sums_job;
 
 INLINE uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }

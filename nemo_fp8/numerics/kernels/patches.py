@@ -42,6 +42,7 @@ class Place(ctypes.Structure):
         ("to", ctypes.c_void_p),
         *((name, ctypes.c_int64 * 3) for name in ("first", "last", "strides")),
         *((name, ctypes.c_void_p) for name in ("of_rows", "of_columns")),
+        ("order", ctypes.c_int64),
     )
 
 

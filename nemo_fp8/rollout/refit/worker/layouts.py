@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import decode_e8m0
+from nemo_fp8.numerics.kernels import GROUP, Order
 from nemo_fp8.numerics.scales import floor_pow2
 from nemo_fp8.numerics.statistics import TOTALS
 from nemo_fp8.rollout.engine.experts import Quantizing
@@ -32,15 +34,20 @@ class Layout:
 
     ``store(live, row, codes)`` writes rows from ``row`` on; ``load(live, row, rows)`` returns them in plain order.
     ``row`` and the number of rows are multiples of ``group``. ``where(rows, columns, width)`` returns the rows and
-    columns of the memory, of so many columns, at which single codes lie. ``plain`` says that codes lie in plain order,
-    so that they may be written there without ``store``.
+    columns of the memory, of so many columns, at which single codes lie. ``order`` is its name for our own kernels,
+    which write and read codes there without these functions.
     """
 
     store: Callable[[torch.Tensor, int, torch.Tensor], None]
     load: Callable[[torch.Tensor, int, int], torch.Tensor]
     where: Callable[[Places, Places, int], tuple[Places, Places]]
+    order: Order
     group: int = 1
-    plain: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether codes lie in plain order, so that they may be written there without ``store``."""
+        return self.order == Order.ROWS
 
 
 def _store_rows(live: torch.Tensor, row: int, codes: torch.Tensor) -> None:
@@ -52,29 +59,36 @@ def _load_rows(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
 
 
 def _pairs(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
-    """View rows of AMX memory as [rows / 32, columns / 2, 32] of 16-bit pairs.
+    """View rows of AMX memory as [groups, columns / 2, 32] of 16-bit pairs, as ``Order.AMX`` says."""
+    return live.view(torch.int16).view(len(live) // GROUP, -1, GROUP)[row // GROUP : (row + rows) // GROUP]
 
-    AMX reads 32 rows at a time, and two neighbours of a row as one unit: the pair (c, c + 1) of row 32 g + r lies at
-    [g, c / 2, r].
-    """
-    return live.view(torch.int16).view(len(live) // 32, -1, 32)[row // 32 : (row + rows) // 32]
+
+def _in_groups(codes: torch.Tensor) -> torch.Tensor:
+    """View codes in plain order as [groups, 32, columns / 2] of 16-bit pairs."""
+    return codes.view(torch.int16).view(len(codes) // GROUP, GROUP, -1)
 
 
 def _store_amx(live: torch.Tensor, row: int, codes: torch.Tensor) -> None:
-    _pairs(live, row, len(codes)).copy_(codes.view(torch.int16).view(len(codes) // 32, 32, -1).transpose(1, 2))
+    for rows, lines in zip(_in_groups(codes), _pairs(live, row, len(codes)), strict=True):
+        if not kernels.turn(rows, lines):
+            lines.copy_(rows.t())
 
 
 def _load_amx(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
-    return _pairs(live, row, rows).transpose(1, 2).contiguous().view(live.dtype).view(rows, live.shape[1])
+    codes = live.new_empty(rows, live.shape[1])
+    for lines, into in zip(_pairs(live, row, rows), _in_groups(codes), strict=True):
+        if not kernels.turn(lines, into):
+            into.copy_(lines.t())
+    return codes
 
 
 def _where_amx(rows: Places, columns: Places, width: int) -> tuple[Places, Places]:
-    at = ((rows // 32 * (width // 2) + columns // 2) * 32 + rows % 32) * 2 + columns % 2
+    at = ((rows // GROUP * (width // 2) + columns // 2) * GROUP + rows % GROUP) * 2 + columns % 2
     return at // width, at % width
 
 
-ROWS = Layout(_store_rows, _load_rows, lambda rows, columns, width: (rows, columns), plain=True)
-AMX = Layout(_store_amx, _load_amx, _where_amx, 32)
+ROWS = Layout(_store_rows, _load_rows, lambda rows, columns, width: (rows, columns), Order.ROWS)
+AMX = Layout(_store_amx, _load_amx, _where_amx, Order.AMX, GROUP)
 # Keys are class names: of a linear's kernel, or of the method of experts. vLLM's fused kernels for experts have one
 # class for all, so their key is the name of their backend.
 LAYOUTS = {"CPUFp8BlockScaledMMKernel": AMX, "CPU": AMX, "DecodeKernel": ROWS, "DecodedMoEMethod": ROWS}

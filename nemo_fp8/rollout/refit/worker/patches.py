@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.kernels import GROUP, Order
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.numerics.kernels.patches import Bytes
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint
@@ -123,13 +124,15 @@ class Passing:
 
     route: Route
     sink: Blocks
+    span: tuple[int, int]
+    """The rows of the tensor that this part has, from the first to before the last."""
     codes: Fingerprint = field(default_factory=Fingerprint)
     rows: int = 0
 
     def room(self, row: int, rows: int) -> kernel.Sums | None:
         """Return memory for the sums of those among rows [row, row+rows) of the tensor that are in this part; None if
         none is."""
-        (start, stop), (left, right) = _rows_of_one(self.route) or (0, 0), self.route.to[-1]
+        (start, stop), (left, right) = self.span, self.route.to[-1]
         mine = min(row + rows, stop) - max(row, start)
         if mine <= 0:
             return None
@@ -137,7 +140,7 @@ class Passing:
 
     def read(self, row: int) -> None:
         """Read all codes before ``row`` of the tensor that were not read yet."""
-        start, stop = _rows_of_one(self.route) or (0, 0)
+        start, stop = self.span
         last = min(row, stop) - start
         if last > self.rows:
             self.sink.read_rows(self.route, self.rows, last, self.codes)
@@ -237,7 +240,7 @@ class Patching(Session):
         if i not in self.passing:
             sinks = ((route, self.sinks[route.target]) for route in self._routes(i))
             self.passing[i] = [
-                Passing(route, sink) if isinstance(sink, Blocks) and _rows_of_one(route) else None
+                Passing(route, sink, span) if isinstance(sink, Blocks) and (span := _rows_of_one(route)) else None
                 for route, sink in sinks
             ]
         return self.passing[i]
@@ -341,17 +344,20 @@ class Patching(Session):
         device, or in no order that the kernel knows."""
         if (i, what) not in self.places:
             (count, columns), _ = self._plane(i, what)
-            known = all(self._in_order(route, what) for route in self._routes(i))
-            parts = [part for part in self._parts(i, what) if known and part[0].is_cpu]
-            found = [place_of(shape, source, to, live) for live, shape, source, to in parts]
+            orders = [self._order(route, what) for route in self._routes(i)]
+            found = [
+                place_of(shape, source, to, live, order)
+                for (live, shape, source, to), order in zip(self._parts(i, what), orders, strict=True)
+                if live.is_cpu
+            ]
             places = [one for one in found if one is not None]
             matrix = (count // math.prod(self.plan.manifest[i].shape[:-2]), columns)
             self.places[i, what] = (matrix, places) if len(places) == len(self._routes(i)) else None
         return self.places[i, what]
 
-    def _in_order(self, route: Route, what: int) -> bool:
+    def _order(self, route: Route, what: int) -> Order:
         sink = self.sinks[route.target]
-        return what == SCALES or not isinstance(sink, Blocks) or sink.layout.plain
+        return sink.layout.order if what == VALUES and isinstance(sink, Blocks) else Order.ROWS
 
     def _parts(self, i: int, what: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...], Box, Box]]:
         """Yield for each route of a tensor: live memory, the shape of the tensor, a box of it, and a box there."""
@@ -517,7 +523,8 @@ def _plain(kept: Keeping) -> list[Any]:
 
 
 def _rows_of_one(route: Route) -> tuple[int, int] | None:
-    """Return the first and the last row of the part of a matrix that a route takes; None if it is of no one matrix."""
+    """Return the rows of a matrix that a route takes, from the first to before the last; None if it takes from no one
+    matrix."""
     return route.source[0] if route.source is not None and len(route.source) == 2 else None
 
 
@@ -545,9 +552,12 @@ def moved(
     return here, tuple(place + start for place, (start, _) in zip(places, to, strict=True))
 
 
-def place_of(shape: tuple[int, ...], source: Box, to: Box, live: torch.Tensor) -> kernel.Place | None:
+def place_of(
+    shape: tuple[int, ...], source: Box, to: Box, live: torch.Tensor, order: Order = Order.ROWS
+) -> kernel.Place | None:
     """Return where a route's elements lie, for the kernel: it counts a tensor of up to three dimensions as matrices,
-    rows and columns (a vector has rows of one). None if the tensor has more, or the boxes have other sides.
+    rows and columns (a vector has rows of one). None if the tensor has more, or the boxes have other sides, or if for
+    AMX the box begins within a group or a pair.
 
     Of a tensor [4, 6] whose rows 2:4 go to ((1, 2), (0, 2), (0, 6)) of a contiguous [3, 2, 6], the box is
     ((0, 1), (2, 4), (0, 6)), its first element is number 12 there, and a row is 6 elements from the next.
@@ -560,9 +570,19 @@ def place_of(shape: tuple[int, ...], source: Box, to: Box, live: torch.Tensor) -
         return None
     steps.reverse()
     strides = [0 if b - a == 1 else steps.pop()[1] for a, b in sides]
-    first = sum(a * stride for (a, _), stride in zip(to, live.stride(), strict=True))
+    starts = [a for a, _ in to]
+    if order == Order.AMX:
+        if [b - a for a, b in sides] != [b - a for a, b in to] or not _begins_a_line(live, *to[-2:]):
+            return None
+        starts[-1] *= GROUP  # a line for each pair of columns
+    first = sum(start * stride for start, stride in zip(starts, live.stride(), strict=True))
     three = ctypes.c_int64 * 3
     return kernel.Place(
         live.data_ptr() + first * live.itemsize, three(*(a for a, _ in sides)), three(*(b for _, b in sides)),
-        three(*strides),
+        three(*strides), order=order,
     )  # fmt: skip
+
+
+def _begins_a_line(live: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+    """Return whether a box of codes for AMX is made of whole lines, but for the rows of its last group."""
+    return live.stride()[-2:] == (live.shape[-1], 1) and not (rows[0] % GROUP or columns[0] % 2 or columns[1] % 2)

@@ -28,7 +28,7 @@ from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import format_of
-from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels import Order, build
 from nemo_fp8.numerics.kernels.cpu import CastJob, cast_job
 from nemo_fp8.numerics.quantize import STRIP, quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
@@ -257,8 +257,7 @@ class Blocks(Sink):
                 self._quantize(route, range(m, m + 1), row, values[i : i + 1], one)
             return
         flat = values.reshape(-1, wide)
-        read_again = self.against_reference or not self.layout.plain
-        at_once = flat.is_cpu and not read_again and build.library() is not None
+        at_once = flat.is_cpu and not self.against_reference and build.library() is not None
         step = max(ROWS, flat.shape[0] if at_once else STRIP // wide // ROWS * ROWS)
         if len(matrices) > 1:
             step = max(rows, step // rows * rows)  # whole experts
@@ -269,10 +268,13 @@ class Blocks(Sink):
             there = at
             if len(matrices) > 1 and at != ONE:
                 there = slice(at.start + first // rows, at.start + (first + high) // rows)
-            made = codes[first : first + step] if self.layout.plain else self._scratch(high)
+            live = codes[first : first + high]
+            if not self.against_reference and self._cast_and_sum(strip, live, into, route, there, self.layout.order):
+                continue
+            made = live if self.layout.plain else self._scratch(high)
             self._cast(strip, made, into, route, there)
-            if not self.layout.plain:
-                self.layout.store(codes, (row if len(matrices) == 1 else 0) + first, made)
+            if made is not live:
+                self.layout.store(live, 0, made)
 
     def _quantize_beside(self, route: Route, matrices: range, row: int, values: torch.Tensor, at: slice) -> None:
         """Quantize some rows of each matrix of a stack, as one of several workers has them, and copy the results."""
@@ -293,23 +295,22 @@ class Blocks(Sink):
     def job(self, route: Route, x: torch.Tensor) -> CastJob | None:
         """Return the cast of a route's whole matrix ``x``, which may have no memory, as a job; None if it is none."""
         matrices, ((start, stop), _) = self._matrices(route), route.to[-2:]
-        if self.straddling or not self.layout.plain or len(matrices) > 1 or x.dtype == self.codes.dtype:
+        if self.straddling or len(matrices) > 1 or x.dtype == self.codes.dtype:
             return None
         codes, scales = self._live(matrices, start, stop - start)
         if codes is None or scales is None or codes.shape != x.shape:
             return None
-        return cast_job(x, self.block, self.operand.format, self.operand.scale, scales, codes=codes)
+        return cast_job(x, self.block, self.operand.format, self.operand.scale, scales, codes, self.layout.order)
 
     def _live(self, matrices: range, row: int, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the live codes and scales of some rows of these matrices, as one matrix; None if they are no such one.
 
-        In a layout that is not plain the codes are those of all rows, since ``store`` wants the whole.
+        Rows that begin and end with a block are whole groups of any layout.
         """
         below = row + rows
         if len(matrices) == 1:
             codes, scales = self.codes[matrices.start], self.scales[matrices.start]
-            codes = codes[row:below] if self.layout.plain else codes
-            return codes, scales[row // self.high : -(-below // self.high)]
+            return codes[row:below], scales[row // self.high : -(-below // self.high)]
         codes, scales = (x[matrices.start : matrices.stop] for x in (self.codes, self.scales))
         whole = rows == self.matrix[0] and rows % self.high == 0
         if not whole or not codes.is_contiguous() or not scales.is_contiguous():
@@ -317,18 +318,26 @@ class Blocks(Sink):
         return codes.flatten(0, 1), scales.flatten(0, 1)
 
     def _cast(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, route: Route, at: slice) -> None:
-        """Quantize the rows of some experts into ``codes`` and ``scales``; add what that did to the route's facts, and
-        the codes to its fingerprint."""
-        summed = kernels.quantize_summed(
-            values, self.block, self.operand.format, self.operand.scale, (codes, scales), at.stop - at.start
-        )
-        if summed is not None:
-            self.prints[route].add_sums(summed.of_rows, summed.of_columns, codes.shape[1])
-            self.facts[route.entry].count(summed.totals, at)
+        """Quantize the rows of some experts into ``codes``, in plain order, and ``scales``; add what that did to the
+        route's facts, and the codes to its fingerprint."""
+        if self._cast_and_sum(values, codes, scales, route, at, Order.ROWS):
             self._compare(values, codes, scales, [route])
         else:
             self._cast_for(values, codes, scales, [(route, at)])
             self.prints[route].add(codes)
+
+    def _cast_and_sum(
+        self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, route: Route, at: slice, order: Order
+    ) -> bool:
+        """Do what ``_cast`` does by one call of a kernel, which leaves codes in an ``order``; return whether there is
+        one."""
+        summed = kernels.quantize_summed(
+            values, self.block, self.operand.format, self.operand.scale, (codes, scales), at.stop - at.start, order
+        )
+        if summed is not None:
+            self.prints[route].add_sums(summed.of_rows, summed.of_columns, codes.shape[1])
+            self.facts[route.entry].count(summed.totals, at)
+        return summed is not None
 
     def _cast_for(
         self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, routes: Sequence[tuple[Route, slice]]
@@ -404,20 +413,30 @@ class Blocks(Sink):
     def read(self, route: Route, codes: Fingerprint | None = None, row: int = 0) -> str | None:
         """Return the fingerprint of a route's part. ``codes`` has the rows before ``row`` already."""
         codes, ((start, stop), (left, right)), matrices = codes or Fingerprint(), route.to[-2:], self._matrices(route)
-        if len(matrices) == 1:
-            self.read_rows(route, row, stop - start, codes)
-        elif self.layout.plain:
+        if self.layout.plain and len(matrices) > 1:
             codes.add(self.codes[matrices.start : matrices.stop, start:stop, left:right])
         else:
             for m in matrices:
-                codes.add(self._read(m, start, stop)[:, left:right])
+                self._read_into(codes, m, (start + row, stop), (left, right))
         return together([codes.digest(), fingerprint(self.scales_of(route))])
 
     def read_rows(self, route: Route, first: int, last: int, into: Fingerprint) -> None:
         """Add the codes of rows [first, last) of a route's part, which lies in one matrix, to a fingerprint."""
-        (start, _), (left, right) = route.to[-2:]
-        if first < last:
-            into.add(self._read(self._matrices(route)[0], start + first, start + last)[:, left:right])
+        (start, _), columns = route.to[-2:]
+        self._read_into(into, self._matrices(route)[0], (start + first, start + last), columns)
+
+    def _read_into(self, print_: Fingerprint, m: int, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+        """Add codes of matrix ``m`` to a fingerprint, from the memory that the kernel reads."""
+        (first, last), (left, right) = rows, columns
+        if first >= last:
+            return
+        summed = None
+        if self.layout.order == Order.AMX and first % self.layout.group == 0:
+            summed = kernels.sums_of_amx(self.codes[m, first:last], columns)
+        if summed is None:
+            print_.add(self._read(m, first, last)[:, left:right])
+        else:
+            print_.add_sums(*summed, right - left)
 
     def _read(self, m: int, start: int, stop: int) -> torch.Tensor:
         """Return the codes of rows start:stop in plain order, from the memory that the kernel reads."""
