@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from nemo_fp8.rollout.refit.channel import Channel, Ended, Line
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
 from nemo_fp8.rollout.refit.memory import Opened
 from nemo_fp8.rollout.refit.worker import sinks
-from nemo_fp8.rollout.refit.worker.layouts import ROWS, Facts, Tally
+from nemo_fp8.rollout.refit.worker.layouts import AMX, ROWS, Facts, Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
@@ -405,22 +406,28 @@ def test_no_work_is_done_expert_by_expert(moe, monkeypatch):
 
 
 @pytest.mark.skipif(build_of_kernels.library() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize("layout", [ROWS, AMX], ids=["rows", "amx"])
 @pytest.mark.parametrize(("verify", "casts"), [(False, 1), (True, 3)])
-def test_a_matrix_is_one_cast_unless_its_codes_are_read_again(verify, casts, monkeypatch):
+def test_a_matrix_is_one_cast_unless_its_codes_are_read_again(layout, verify, casts, monkeypatch):
     """Between two calls of the kernel all threads but one wait. Of more than two strips, the last with half a block."""
     operand, x = Operand("e4m3", (128, 128), "fp32"), torch.randn(8256, 1024).bfloat16()
     target = Target("layer", "weight", tuple(x.shape), torch.bfloat16)
     box = ((0, 8256), (0, 1024))
     route = Route(0, tuple(x.shape), box, (tuple(x.shape), (), 0), target, box)
     codes, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(65, 8)
-    sink, found = sinks.Blocks(Tally(), codes, scales, ROWS, operand, [route], verify), []
+    tally = Tally()
+    sink, found = sinks.Blocks(tally, codes, scales, layout, operand, [route], verify), []
     cast = sink._cast
     monkeypatch.setattr(sink, "_cast", lambda *arguments: found.append(cast(*arguments)))
+    monkeypatch.setattr(sink, "layout", replace(layout, store=layout.store if verify else None))
     sink.write(route, 0, x)
     expected = quantize(x, operand)
     assert len(found) == casts
-    assert torch.equal(codes.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(layout.load(codes, 0, len(x)).view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(scales, expected.scale_inv)
+    sink.finish()
+    (told,) = tally.facts[0].fingerprints.values()
+    assert told == sink.read(route) == fingerprint(expected.data, expected.scale_inv)
 
 
 @pytest.mark.parametrize("scale", ["fp32", "pow2"])

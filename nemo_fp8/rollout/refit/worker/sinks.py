@@ -268,13 +268,7 @@ class Blocks(Sink):
             there = at
             if len(matrices) > 1 and at != ONE:
                 there = slice(at.start + first // rows, at.start + (first + high) // rows)
-            live = codes[first : first + high]
-            if not self.against_reference and self._cast_and_sum(strip, live, into, route, there, self.layout.order):
-                continue
-            made = live if self.layout.plain else self._scratch(high)
-            self._cast(strip, made, into, route, there)
-            if made is not live:
-                self.layout.store(live, 0, made)
+            self._cast(strip, codes[first : first + high], into, route, there)
 
     def _quantize_beside(self, route: Route, matrices: range, row: int, values: torch.Tensor, at: slice) -> None:
         """Quantize some rows of each matrix of a stack, as one of several workers has them, and copy the results."""
@@ -317,27 +311,24 @@ class Blocks(Sink):
             return None, None
         return codes.flatten(0, 1), scales.flatten(0, 1)
 
-    def _cast(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, route: Route, at: slice) -> None:
-        """Quantize the rows of some experts into ``codes``, in plain order, and ``scales``; add what that did to the
-        route's facts, and the codes to its fingerprint."""
-        if self._cast_and_sum(values, codes, scales, route, at, Order.ROWS):
-            self._compare(values, codes, scales, [route])
-        else:
-            self._cast_for(values, codes, scales, [(route, at)])
-            self.prints[route].add(codes)
-
-    def _cast_and_sum(
-        self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, route: Route, at: slice, order: Order
-    ) -> bool:
-        """Do what ``_cast`` does by one call of a kernel, which leaves codes in an ``order``; return whether there is
-        one."""
-        summed = kernels.quantize_summed(
-            values, self.block, self.operand.format, self.operand.scale, (codes, scales), at.stop - at.start, order
-        )
+    def _cast(self, values: torch.Tensor, live: torch.Tensor, scales: torch.Tensor, route: Route, at: slice) -> None:
+        """Quantize the rows of some experts into ``live`` codes and scales; add what that did to the route's facts, and
+        the codes to its fingerprint. A kernel leaves them in any order, but what is compared has to be in plain one."""
+        order, summed = self.layout.order, None
+        if self.layout.plain or not self.against_reference:
+            summed = kernels.quantize_summed(
+                values, self.block, self.operand.format, self.operand.scale, (live, scales), at.stop - at.start, order
+            )
         if summed is not None:
-            self.prints[route].add_sums(summed.of_rows, summed.of_columns, codes.shape[1])
+            self.prints[route].add_sums(summed.of_rows, summed.of_columns, live.shape[1])
             self.facts[route.entry].count(summed.totals, at)
-        return summed is not None
+            self._compare(values, live, scales, [route])
+            return
+        made = live if self.layout.plain else self._scratch(values.shape[0])
+        self._cast_for(values, made, scales, [(route, at)])
+        self.prints[route].add(made)
+        if made is not live:
+            self.layout.store(live, 0, made)
 
     def _cast_for(
         self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, routes: Sequence[tuple[Route, slice]]
