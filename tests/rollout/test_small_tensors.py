@@ -13,7 +13,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.refit import Manifest, SharedWeights, fingerprint
-from nemo_fp8.rollout.refit.worker.layouts import ROWS, Tally
+from nemo_fp8.rollout.refit.worker.layouts import AMX, ROWS, Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
@@ -97,7 +97,8 @@ def test_what_a_message_brings_a_part_of_takes_its_sink(checkpoint):
     assert differing(held(model), held(other)) == []
 
 
-def test_a_worker_of_several_writes_its_part():
+@pytest.mark.parametrize("layout", [ROWS, AMX], ids=["rows", "amx"])
+def test_a_worker_of_several_writes_its_part(layout):
     """Rows 128 to 256 of one tensor, columns 128 to 256 of another, and the second half of a vector."""
     draws = torch.Generator().manual_seed(0)
     tensors = {n: torch.randn(256, 256, generator=draws).bfloat16() for n in ("rows", "columns")}
@@ -113,7 +114,7 @@ def test_a_worker_of_several_writes_its_part():
             sinks[target] = InPlace(tally, torch.zeros(shape).bfloat16(), (), manifest)
         else:
             codes, scales = torch.empty(shape, dtype=torch.float8_e4m3fn), torch.empty([n // 128 for n in shape])
-            sinks[target] = Blocks(tally, codes, scales, ROWS, BLOCK, [route], False)
+            sinks[target] = Blocks(tally, codes, scales, layout, BLOCK, [route], False)
         parts[i] = [route]
     table = Table(SimpleNamespace(routes=SimpleNamespace(by_entry=parts), manifest=manifest, stacks={}), sinks)
     assert table.entries == {0, 1, 2}
@@ -126,7 +127,8 @@ def test_a_worker_of_several_writes_its_part():
             expected = fingerprint(mine)
         else:
             good = quantize(mine, BLOCK)
-            assert torch.equal(sink.codes[0].view(torch.uint8), good.data.view(torch.uint8))
+            codes = layout.load(sink.codes[0], 0, len(mine))
+            assert torch.equal(codes.view(torch.uint8), good.data.view(torch.uint8))
             expected = fingerprint(good.data, good.scale_inv)
         assert [*tally.facts[i].fingerprints.values()] == [expected]
 
