@@ -243,6 +243,16 @@ INLINE void compare_row(const find_job *j, lists *l, int64_t row, const uint8_t 
 
 enum { BEYOND = 8 }; /* words that may be written, and do not count */
 
+#if defined(__AVX2__) && !defined(__AVX512VL__)
+/* The places of the ones in a byte, one in each byte of a word, the first in the lowest. */
+#define PLACE(M, I) ((uint64_t)((M) >> (I) & 1) * (I) << 8 * __builtin_popcount((M) & ((1 << (I)) - 1)))
+#define PLACES(M) PLACE(M, 1) | PLACE(M, 2) | PLACE(M, 3) | PLACE(M, 4) | PLACE(M, 5) | PLACE(M, 6) | PLACE(M, 7)
+#define FOUR(M) PLACES(M), PLACES((M) + 1), PLACES((M) + 2), PLACES((M) + 3)
+#define SIXTEEN(M) FOUR(M), FOUR((M) + 4), FOUR((M) + 8), FOUR((M) + 12)
+#define ALL(M) SIXTEEN(M), SIXTEEN((M) + 16), SIXTEEN((M) + 32), SIXTEEN((M) + 48)
+static const uint64_t places_of_ones[256] = {ALL(0), ALL(64), ALL(128), ALL(192)};
+#endif
+
 /* One bit for each of eight words: whether it is another one. */
 INLINE uint64_t others_in(const uint8_t *old, const uint8_t *now) {
     uint64_t which = 0;
@@ -286,6 +296,10 @@ INLINE int64_t words_in(const uint8_t *old, const uint8_t *now, int64_t from, in
 #if defined(__AVX512VL__)
         __m256i all = _mm256_add_epi32(_mm256_set1_epi32((int)(at / 8)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
         _mm256_storeu_si256((__m256i *)(words + n), _mm256_maskz_compress_epi32((__mmask8)which, all));
+        n += __builtin_popcountll(which);
+#elif defined(__AVX2__)
+        __m256i ones = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(places_of_ones + which)));
+        _mm256_storeu_si256((__m256i *)(words + n), _mm256_add_epi32(_mm256_set1_epi32((int)(at / 8)), ones));
         n += __builtin_popcountll(which);
 #else
         for (int i = 0; i < 8; i++) words[n] = (uint32_t)(at / 8 + i), n += which >> i & 1;
