@@ -707,6 +707,37 @@ def test_a_push_that_dies_between_two_patches_is_taken_back(checkpoint, pushed):
     repaired(checkpoint, worker, refit, after, "its last push died")
 
 
+def test_an_interrupt_while_buffers_are_filled_ahead_changes_nothing(checkpoint, pushed, monkeypatch):
+    """The engine answers afterwards, and hears of the end; what was filled is sent by nobody."""
+    worker, refit, tensors = pushed
+    before, after, call, buffer = of(worker), stepped(tensors, size=1.0), worker.call, SharedMemory.buffer
+    interrupted, filled, heard = threading.Event(), [], []
+
+    def slowly(method, message):
+        if method == "delta":
+            assert interrupted.wait(20)
+        heard.append(method)
+        return call(method, message)
+
+    def interrupt(self):
+        filled.append(self)
+        if len(filled) == SharedMemory.buffers:
+            interrupted.set()
+            raise KeyboardInterrupt
+        return buffer(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "call", slowly)
+        patched.setattr(SharedMemory, "buffer", interrupt)
+        patched.setattr("nemo_fp8.rollout.refit.ledger.FIRST", 1)
+        with pytest.raises(KeyboardInterrupt):
+            refit.push(after, delta=True)
+    assert heard == ["delta", "abandon"]
+    assert worker.refuses == ""
+    assert differing(of(worker), before) == []
+    repaired(checkpoint, worker, refit, after, "its last push died")
+
+
 def test_patches_were_there_before_they_were_taken_back(pushed, monkeypatch):
     """The test above would see patches that are not taken back."""
     worker, refit, tensors = pushed
