@@ -430,8 +430,10 @@ def test_a_matrix_is_one_cast_unless_its_codes_are_read_again(layout, verify, ca
     assert told == sink.read(route) == fingerprint(expected.data, expected.scale_inv)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("layout", [ROWS, AMX], ids=["rows", "amx"])
 @pytest.mark.parametrize("scale", ["fp32", "pow2"])
-def test_a_part_of_every_expert_is_written_as_one(scale, monkeypatch):
+def test_a_part_of_every_expert_is_written_as_one(scale, layout, verify, monkeypatch):
     """As a worker of two has it: gate and up of its rows, side by side in each expert."""
     operand, stack = Operand("e4m3", (128, 128), scale), torch.randn(8, 512, 256).bfloat16()
     target = Target("experts", "w13_weight", (8, 256, 256), torch.bfloat16)
@@ -441,7 +443,7 @@ def test_a_part_of_every_expert_is_written_as_one(scale, monkeypatch):
     ]
     codes, scales, tally = torch.empty(8, 256, 256, dtype=torch.float8_e4m3fn), torch.empty(8, 2, 2), Tally()
     tally.facts[0].experts = 8
-    sink, casts = sinks.Blocks(tally, codes, scales, ROWS, operand, routes, True), []
+    sink, casts = sinks.Blocks(tally, codes, scales, layout, operand, routes, verify), []
     cast = sink._cast
     monkeypatch.setattr(sink, "_cast", lambda *arguments: casts.append(cast(*arguments)))
     for first, last in ((0, 3), (3, 8)):
@@ -449,15 +451,38 @@ def test_a_part_of_every_expert_is_written_as_one(scale, monkeypatch):
             rows = slice(*route.source[1])
             sink.write(route, first, stack[first:last, rows])
     sink.finish()
-    sink.verify()
+    if verify:
+        sink.verify()
     tally.settle()
     mine = torch.cat([stack[:, slice(*route.source[1])] for route in routes], 1)
     expected = quantize(mine.reshape(-1, 256), operand)
     assert len(casts) == 4
-    assert torch.equal(codes.view(torch.uint8).flatten(0, 1), expected.data.view(torch.uint8))
+    assert [sink.read(route) for route in routes] == [*tally.facts[0].fingerprints.values()]
+    assert torch.equal(layout.load(codes.flatten(0, 1), 0, 2048).view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(scales.flatten(0, 1), expected.scale_inv)
-    assert tally.facts[0].verified is True
+    assert tally.facts[0].verified is (True if verify else None)
     assert tally.facts[0].largest == mine.flatten(1).abs().amax(1).tolist()
+
+
+@pytest.mark.skipif(build_of_kernels.library() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize("layout", [ROWS, AMX], ids=["rows", "amx"])
+def test_a_stack_of_experts_is_read_by_one_call(layout, monkeypatch):
+    operand, stack = Operand("e4m3", (128, 128), "fp32"), torch.randn(8, 256, 256).bfloat16()
+    target, box = Target("experts", "w2_weight", tuple(stack.shape), torch.bfloat16), ((0, 8), (0, 256), (0, 256))
+    route = Route(0, tuple(stack.shape), box, (tuple(stack.shape), (), 0), target, box)
+    codes, scales, tally = torch.empty(stack.shape, dtype=torch.float8_e4m3fn), torch.empty(8, 2, 2), Tally()
+    tally.facts[0].experts = 8
+    sink, calls = sinks.Blocks(tally, codes, scales, layout, operand, [route], False), []
+    sink.write(route, 0, stack)
+    sink.finish()
+    for name in ("sums", "sums_of_amx"):
+        one = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, _one=one, **more: (calls.append(a[0].shape), _one(*a, **more))[1])
+    (told,) = tally.facts[0].fingerprints.values()
+    assert sink.read(route) == told
+    assert [*map(tuple, calls)] == [(2048, 256), (16, 2)]  # codes, and then their scales
+    codes.view(torch.uint8)[5, 77, 8] ^= 1
+    assert sink.read(route) != told
 
 
 @pytest.mark.long

@@ -249,7 +249,7 @@ class Blocks(Sink):
         rows, wide = values.shape[1:]
         codes, scales = self._live(matrices, row, rows)
         if codes is None or scales is None:
-            if self.layout.plain and rows % self.high == 0:
+            if rows % self.high == 0:
                 self._quantize_beside(route, matrices, row, values, at)
                 return
             for i, m in enumerate(matrices):
@@ -271,13 +271,15 @@ class Blocks(Sink):
             self._cast(strip, codes[first : first + high], into, route, there)
 
     def _quantize_beside(self, route: Route, matrices: range, row: int, values: torch.Tensor, at: slice) -> None:
-        """Quantize some rows of each matrix of a stack, as one of several workers has them, and copy the results."""
+        """Quantize some rows of each matrix of a stack, as one of several workers has them, and copy the results. Whole
+        blocks are whole groups of any layout, so they lie beside the stack as they do in it."""
         rows, wide = values.shape[1:]
         below, step = row + rows, max(1, STRIP // (rows * wide))
+        room = self.codes.new_empty(min(step, len(matrices)) * rows, wide)
         for first in range(0, len(matrices), step):
             some = values[first : first + step]
             there = at if at == ONE else slice(at.start + first, at.start + first + len(some))
-            made = self._scratch(len(some) * rows)
+            made = room[: len(some) * rows]
             scales = self.scales.new_empty((len(some) * rows // self.high, self.scales.shape[2]))
             self._cast(some.reshape(-1, wide), made, scales, route, there)
             live = slice(matrices.start + first, matrices.start + first + len(some))
@@ -404,36 +406,41 @@ class Blocks(Sink):
     def read(self, route: Route, codes: Fingerprint | None = None, row: int = 0) -> str | None:
         """Return the fingerprint of a route's part. ``codes`` has the rows before ``row`` already."""
         codes, ((start, stop), (left, right)), matrices = codes or Fingerprint(), route.to[-2:], self._matrices(route)
+        stack = self.codes[matrices.start : matrices.stop]
         if self.layout.plain and len(matrices) > 1:
-            codes.add(self.codes[matrices.start : matrices.stop, start:stop, left:right])
+            codes.add(stack[:, start:stop, left:right])
+        elif len(matrices) > 1 and stop - start == self.matrix[0] and stack.is_contiguous():
+            self._read_into(codes, stack.flatten(0, 1), (0, len(stack) * stop), (left, right))
         else:
-            for m in matrices:
-                self._read_into(codes, m, (start + row, stop), (left, right))
+            for matrix in stack:
+                self._read_into(codes, matrix, (start + row, stop), (left, right))
         return together([codes.digest(), fingerprint(self.scales_of(route))])
 
     def read_rows(self, route: Route, first: int, last: int, into: Fingerprint) -> None:
         """Add the codes of rows [first, last) of a route's part, which lies in one matrix, to a fingerprint."""
         (start, _), columns = route.to[-2:]
-        self._read_into(into, self._matrices(route)[0], (start + first, start + last), columns)
+        self._read_into(into, self.codes[self._matrices(route)[0]], (start + first, start + last), columns)
 
-    def _read_into(self, print_: Fingerprint, m: int, rows: tuple[int, int], columns: tuple[int, int]) -> None:
-        """Add codes of matrix ``m`` to a fingerprint, from the memory that the kernel reads."""
+    def _read_into(
+        self, print_: Fingerprint, matrix: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> None:
+        """Add codes of a live matrix to a fingerprint, from the memory that the kernel reads."""
         (first, last), (left, right) = rows, columns
         if first >= last:
             return
         summed = None
         if self.layout.order == Order.AMX and first % self.layout.group == 0:
-            summed = kernels.sums_of_amx(self.codes[m, first:last], columns)
+            summed = kernels.sums_of_amx(matrix[first:last], columns)
         if summed is None:
-            print_.add(self._read(m, first, last)[:, left:right])
+            print_.add(self._read(matrix, first, last)[:, left:right])
         else:
             print_.add_sums(*summed, right - left)
 
-    def _read(self, m: int, start: int, stop: int) -> torch.Tensor:
-        """Return the codes of rows start:stop in plain order, from the memory that the kernel reads."""
+    def _read(self, matrix: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return the codes of rows start:stop of a live matrix in plain order."""
         group = self.layout.group
         first, last = start // group * group, -(-stop // group) * group  # a layout loads whole groups
-        return self.layout.load(self.codes[m], first, last - first)[start - first : stop - first]
+        return self.layout.load(matrix, first, last - first)[start - first : stop - first]
 
 
 class KvScales(Sink):
