@@ -101,7 +101,9 @@ def test_attention_in_fp8_is_that_of_tes_module_alone(recipe, layout):
 def test_a_model_learns_with_attention_in_fp8(recipe, bf16):
     run = train_tiny(recipe, stock=False, settings=OFF | ATTENTION)
     assert run.losses != train_tiny(recipe, stock=False, settings=OFF).losses
-    assert run.losses == pytest.approx(bf16, rel=0.02)
+    # In the mean, and no step far off: on a CPU with AMX, whose sums are others, a single one of eight was 2.1% off.
+    assert sum(run.losses) == pytest.approx(sum(bf16), rel=0.01)
+    assert run.losses == pytest.approx(bf16, rel=0.03)
 
 
 # ---------------------------------------------------------------------- activation recompute, validation
