@@ -38,7 +38,9 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
     """
     emulated = config.options["activations"] == "emulated" and current_platform.is_cpu()
     if kernels.has_experts_kernel(config.storage, config.options["kernel"]) and not emulated:
-        return NemoFp8MoEMethod(config, layer, prefix)
+        fused = NemoFp8MoEMethod(config, layer, prefix)
+        if fused.multiplies(layer):
+            return fused
     unknown = " and ".join(not_decoded(layer))
     if not unknown:
         return DecodedMoEMethod(config, layer, prefix, emulated)
@@ -48,7 +50,10 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
             f"{prefix}: experts with {unknown} cannot be in FP8 here, and the contract is strict.",
             "Without vLLM's fused FP8 kernel, experts run on decoded weights: with SiLU, no biases, and weights "
             "on their output.",
-            f"Add {name!r} to keep, or set strict=False; or use a machine with vLLM's kernel (AMX, or a GPU) and "
+            f"Add {name!r} to keep, or set strict=False; or use a GPU (vLLM's kernel for AMX has no such experts "
+            "either) and activations='kernel'."
+            if any(beyond_cpus(layer))
+            else f"Add {name!r} to keep, or set strict=False; or use a machine with vLLM's kernel (AMX, or a GPU) and "
             "activations='kernel'.",
         )
     kernels.logger.warning_once(STAYS, name, why)
@@ -66,6 +71,11 @@ def not_decoded(layer: RoutedExperts) -> Iterator[str]:
     """Yield the features of a layer that the decoded method does not have."""
     if current_platform.is_cpu() and FEATURES["CPU router"][1].misfit():
         yield "a router that runs on CPUs in vLLM's fused kernels alone (vLLM before 0.30)"
+    yield from beyond_cpus(layer)
+
+
+def beyond_cpus(layer: RoutedExperts) -> Iterator[str]:
+    """Yield the features of a layer that no method for CPUs has, neither vLLM's fused kernel nor the decoded one."""
     if layer.apply_router_weight_on_input:
         yield "the router's weight on their input (as Llama 4 has it)"
     if layer.moe_config.has_bias:
@@ -135,6 +145,13 @@ class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
         takes = inspect.signature(Fp8PerBlockOnlineMoEMethod.__init__).parameters
         super().__init__(**({"moe": layer.moe_config} if "moe" in takes else {"layer": layer}))
         self._remember(config, prefix)
+
+    def multiplies(self, layer: RoutedExperts) -> bool:
+        """Return whether vLLM has found a fused kernel for these experts. That for CPUs does not know all routers, and
+        where there is none vLLM says so only once weights are laid out; it passes over biases, and ends an engine with
+        an error at the first token if the router's weight is on the input."""
+        known = self.fp8_backend.value != "NONE"
+        return known and not (current_platform.is_cpu() and any(beyond_cpus(layer)))
 
     def lay_out(
         self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor
