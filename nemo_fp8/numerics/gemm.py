@@ -30,6 +30,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.nn.functional as F
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
@@ -116,12 +117,22 @@ def _alpha(factor: torch.Tensor | None, bias: torch.Tensor | None, device: torch
 
 def _matmul_bf16(left: torch.Tensor, right: torch.Tensor, alpha: float, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute ``alpha * (left @ right) + bias`` in BF16, on operands of the dtype in which the device multiplies."""
+    left, right = _filled(left, right)
     with fp32_matmul("ieee"):
         if bias is None:
             out = torch.addmm(left.new_empty(()), left, right, beta=0, alpha=alpha)
         else:
             out = torch.addmm(bias.to(torch.bfloat16).to(left.dtype), left, right, alpha=alpha)
     return out.to(torch.bfloat16)
+
+
+def _filled(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill up rows of BF16 that 32 does not divide with zeros: oneDNN's kernel for AMX reads on into the next row and
+    multiplies that with zeros, so a NaN there, or an infinity, would reach this row, too."""
+    lacking = -left.shape[1] % 32
+    if left.dtype != torch.bfloat16 or left.device.type != "cpu" or lacking == 0:
+        return left, right
+    return F.pad(left, (0, lacking)), F.pad(right, (0, 0, 0, lacking))
 
 
 def _finished(

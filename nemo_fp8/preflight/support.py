@@ -141,7 +141,13 @@ WAYS = (
         "several times faster without units, and with them pay the decoding on top. Experts with biases (GPT-OSS), "
         "with the router's weight on their input (Llama 4) or with another activation than SiLU stay in BF16.",
     ),
-    Way(CPU, ("kv-cache-fp8",), NATIVE, "vLLM keeps keys and values in FP8 on a CPU too."),
+    Way(
+        CPU,
+        ("kv-cache-fp8",),
+        NATIVE,
+        "vLLM keeps keys and values in FP8 on a CPU too. It cuts them off towards zero there, where a GPU rounds to "
+        "the nearest: about twice the error.",
+    ),
     Way(
         ROUNDED,
         ("kv-cache-fp8",),

@@ -204,10 +204,8 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("k", [33, 48])
+@pytest.mark.parametrize("k", [33, 48, 64, 88, 144])
 def test_codes_that_are_no_numbers_reach_their_row_and_no_other(k, bad):
-    if k % 2 and torch.cpu._is_amx_tile_supported():
-        pytest.skip("oneDNN's AMX product of odd rows lets a NaN into the row before, in torch's own matmul, too")
     a, b = torch.ones(20, k), torch.ones(40, k)
     a[3, 5] = bad
     found = gemm(whole(a, 0.3, "row", torch.float8_e5m2), whole(b, 0.7, "row"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.rollout import models
 from support.rollout.in_process import build, weights_of
+from vllm import envs
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
@@ -28,6 +29,7 @@ LAYER = "model.layers.1"
 
 def test_a_cpu_without_the_kernel_decodes_and_says_so_once(checkpoint, said, monkeypatch):
     """vLLM's own switch takes the AMX kernel away, as a CPU without AMX does."""
+    envs.disable_envs_cache()  # an engine that ran in this process before has vLLM read no environment any more
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "CPUFp8BlockScaledMMKernel")
     report = grid_report(build(checkpoint("qwen3")))
     assert {row.kernel for row in report.values()} == {"DecodeKernel"}

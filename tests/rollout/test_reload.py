@@ -69,6 +69,9 @@ def held(model):
     found = {name: tensor.detach().clone().reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
     draws = torch.Generator().manual_seed(0)
     for name, layer in model.named_modules():
+        for key, packed in vars(getattr(layer, "impl", None) or object).items():  # what MLA makes of kv_b_proj for AMX
+            if key in ("_w_uk_packed", "_w_uv_packed", "_w_scale") and packed is not None:
+                found[f"{name} {key}"] = packed.clone().reshape(-1).view(torch.uint8)
         if "cpu_linear" in vars(layer):
             columns = next(
                 vars(layer)[key]

@@ -22,7 +22,7 @@ from vllm.model_executor.utils import replace_parameter
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.models.selection import misfit, share_misfit
 from nemo_fp8.rollout.arguments import instead_of_codes
-from nemo_fp8.rollout.engine import kernels, ops
+from nemo_fp8.rollout.engine import kernels, ops, released
 from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.engine.quantizer import quantize_weight
 from nemo_fp8.rollout.engine.selection import OTHER_BLOCKS, STAYS, in_every_layer
@@ -124,6 +124,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale_inv", scale_inv)
         self.fp8_linear.process_weights_after_loading(layer)
+        released.keep(layer)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ weight.T + bias``; ``x`` is quantized by the kernel, or here if activations are emulated."""

@@ -355,8 +355,9 @@ def _problems(r: Receipt) -> list[Problem]:
             _named(r.tensors, "nonfinite", bool),
             "Infinite values or NaNs",
             "The trainer sent them. In 128x128 blocks an infinity became the largest code beneath a scale of 1, and a "
-            "NaN stays one; in MXFP8 and in BF16 both stay what they are. In NVFP4 the scale of a whole matrix is made "
-            "of its largest value, so nothing that it holds is finite, and nothing that is fused with it.",
+            "NaN stays one, which vLLM's kernel for CPUs with AMX reads as a number; in MXFP8 and in BF16 both stay "
+            "what they are. In NVFP4 the scale of a whole matrix is made of its largest value, so nothing that it "
+            "holds is finite, and nothing that is fused with it.",
             "Look at these weights in the trainer.",
         ),
         (

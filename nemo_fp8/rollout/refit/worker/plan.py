@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import Problem
-from nemo_fp8.rollout.engine import kv
+from nemo_fp8.rollout.engine import kv, released
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import SCALES, Entry, Manifest
@@ -114,7 +114,9 @@ class Plan:
             if way == "blocks":
                 layout = layout_of(layer)
                 assert layout is not None
-                codes, scales = (getattr(layer, name) for name in (target.parameter, scale_name(target)))
+                codes, scales = (released.live(layer, name) for name in (target.parameter, scale_name(target)))
+                assert codes is not None
+                assert scales is not None
                 sinks[target] = Blocks(tally, codes, scales, layout, layer.quant_method.operand, routes, verify)
             elif way == "four bits":
                 from nemo_fp8.rollout.refit.worker.four_bits import FourBitWeights
@@ -341,7 +343,7 @@ def _in_four_bits(layer: Any) -> bool:
 
 def _live(layer: torch.nn.Module, target: Target) -> torch.Tensor | None:
     """Return the parameter or buffer that the running model computes with, if it has one of this name."""
-    live = layer._parameters.get(target.parameter)
+    live = released.live(layer, target.parameter)
     return layer._buffers.get(target.parameter) if live is None else live
 
 

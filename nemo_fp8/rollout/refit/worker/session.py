@@ -27,6 +27,7 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.engine import released
 from nemo_fp8.rollout.refit.channel import Line
 from nemo_fp8.rollout.refit.manifest import SCALES, Box, Manifest
 from nemo_fp8.rollout.refit.memory import Mappings, Opened
@@ -395,7 +396,7 @@ class NemoFp8Refit:
 def process_attention(layers: Iterable[Any], config: Any) -> None:
     """Have attention layers derive again what they derive from weights at load, such as MLA's absorbed matrices."""
     for layer in layers:
-        if is_deferred_attention_layer(layer):
+        if is_deferred_attention_layer(layer) and released.put_back(layer):
             layer.process_weights_after_loading(config.model_config.dtype)
 
 

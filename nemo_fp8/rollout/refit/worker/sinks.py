@@ -566,7 +566,11 @@ class Staged(Sink):
                 layer.update_param_tp_status()
             for name, tensor in live.items():
                 made = layer._parameters.get(name)
-                if tensor is not None and made is not None and made is not tensor:
+                if tensor is None or made is None or made is tensor:
+                    continue
+                if made.numel() and not tensor.numel():
+                    live[name] = made  # until attention has packed it, and lets go of it again
+                else:
                     tensor.data.copy_(made.data)
             for name, view in self.views.items():
                 view.copy_(loaded[name].view_as(view))
