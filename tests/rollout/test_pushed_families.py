@@ -79,6 +79,29 @@ def test_a_verified_push_is_a_fresh_load(family, name, said):
 
 
 @pytest.mark.parametrize(
+    "contract",
+    [
+        {"rollout_block": "tensor"},
+        {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"},
+        {"activations": "emulated"},
+        {"kernel": "decode"},
+        {"rollout": "nvfp4"},
+        {"unquantized": "rows", "keep": ("model.layers.*.self_attn.kv_b_proj",)},
+        {"quantized": False},
+    ],
+    ids=str,
+)
+def test_latent_attention_is_that_of_a_fresh_load_in_every_storage(family, contract):
+    """What attention makes of ``kv_b_proj`` follows each push, also where vLLM lets go of the weight (with AMX)."""
+    worker = HeldWorker(build(family("deepseek_v3", 0), **contract))
+    refit = Refit(worker, chunk=2**20)
+    for seed, delta in ((1, False), (0, True), (1, True)):
+        refit.push(weights_of(family("deepseek_v3", seed)), delta=delta, verify=not delta).require()
+        fresh = held(build(family("deepseek_v3", seed), **contract))
+        assert differing(held(worker.model_runner.get_model()), fresh) == []
+
+
+@pytest.mark.parametrize(
     ("name", "parameter", "place"),
     [
         ("glm4_moe", BIAS, 4),  # the least bit of an FP32 value, which BF16 has not

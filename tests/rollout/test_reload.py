@@ -72,7 +72,7 @@ def held(model):
         for key, packed in vars(getattr(layer, "impl", None) or object).items():  # what MLA makes of kv_b_proj for AMX
             if key in ("_w_uk_packed", "_w_uv_packed", "_w_scale") and packed is not None:
                 found[f"{name} {key}"] = packed.clone().reshape(-1).view(torch.uint8)
-        if "cpu_linear" in vars(layer):
+        if "cpu_linear" in vars(layer) and not getattr(layer, "_cpu_skip_gemm_dispatch", False):
             columns = next(
                 vars(layer)[key]
                 for key in ("input_size_per_partition", "input_size", "embedding_dim")

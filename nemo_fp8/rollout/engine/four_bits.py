@@ -39,6 +39,7 @@ from vllm.platforms import current_platform
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.modelopt import BLOCK, INPUT_SCALE, LARGEST, FourBits, amax_of, four_bits
+from nemo_fp8.rollout.engine import released
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.engine.storage import Storage
 
@@ -82,7 +83,9 @@ class Nvfp4LinearMethod(NemoFp8LinearMethod):
 
     def live(self, layer: LinearBase, name: str) -> tuple[torch.Tensor, ...]:
         """Return codes, block scales and the scale beneath, as the kernel reads them."""
-        return layer.weight, layer.weight_scale, layer.weight_global_scale
+        weight = released.live(layer, "weight")
+        assert weight is not None
+        return weight, layer.weight_scale, layer.weight_global_scale
 
     def lay_out_four_bits(self, layer: LinearBase, found: FourBits) -> None:
         """Set codes and scales as parameters of the layer, under the names and in the layout of vLLM's kernels."""
@@ -95,6 +98,7 @@ class Nvfp4LinearMethod(NemoFp8LinearMethod):
             replace_parameter(layer, "input_global_scale_inv", 1 / one)
             replace_parameter(layer, "alpha", one * found.weight_scale_2)
         self.fp8_linear.process_weights_after_loading(layer)
+        released.keep(layer)
 
     def follow(self, layer: LinearBase) -> None:
         """Make what depends on the scale beneath, after it was written in place."""
