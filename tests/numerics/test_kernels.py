@@ -357,6 +357,23 @@ def test_a_compiler_that_fails_is_quoted(cache, monkeypatch, tmp_path):
     assert not list(cache.glob("*"))
 
 
+def test_a_compiler_that_refuses_the_best_flags_is_quoted_and_the_next_are_taken(cache, monkeypatch, tmp_path, caplog):
+    picky = tmp_path / "bin" / "cc"
+    picky.parent.mkdir()
+    best = " ".join(build.MACHINE_FLAGS[0])
+    picky.write_text(
+        f'#!/bin/sh\ncase "$*" in --version) exit 0;; *"{best}"*) echo sorry >&2; exit 1;; esac\n'
+        'for last; do :; done\n: > "$last"\n'
+    )
+    picky.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{picky.parent}:/bin")
+    with caplog.at_level(logging.WARNING):
+        assert build.build().exists()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "may be slow" in caplog.text
+    assert "sorry" in caplog.text
+
+
 def test_a_folder_open_to_others_is_refused(cache):
     cache.mkdir(mode=0o700)
     cache.chmod(0o777)

@@ -112,16 +112,21 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _compile(compiler: str, place: Path) -> None:
+    """Compile with the best flags that the compiler takes; warn where those were not the best there are."""
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
         made = Path(folder) / place.name
+        refused: list[str] = []
         for machine in MACHINE_FLAGS:
             command = [compiler, *FLAGS, *machine, *map(str, SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 os.replace(made, place)
                 log.info("built %s", place)
+                if refused:
+                    log.warning("The kernels may be slow on this CPU: %s", refused[0])
                 return
-    raise CannotBuild(f"`{' '.join(command)}` failed: {done.stderr.strip()[-500:]}")
+            refused.append(f"`{' '.join(command)}` failed: {done.stderr.strip()[-500:]}")
+    raise CannotBuild(refused[-1])
 
 
 def _identity(compiler: str) -> str:
