@@ -104,7 +104,8 @@ def test_a_model_learns_with_attention_in_fp8(recipe, bf16):
     # The eighth step is where any two runs part: FP8 with its attention in BF16 is 0.5 to 3.2% off BF16 there, by the
     # CPU's instruction set, and at most 0.3% before.
     assert run.losses[:7] == pytest.approx(bf16[:7], rel=0.005)
-    assert run.losses[7] < 0.75 * run.losses[0]
+    assert run.losses == pytest.approx(bf16, rel=0.03)
+    assert sum(run.losses) == pytest.approx(sum(bf16), rel=0.01)
 
 
 # ---------------------------------------------------------------------- activation recompute, validation
