@@ -19,6 +19,9 @@ SMALL = {
     "max_logprobs": -1,
 }
 
+if torch.cuda.is_available():  # several engines beside one another, without attention that is compiled for one GPU
+    SMALL |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30, "attention_backend": "TRITON_ATTN"}
+
 ASLEEP = 1.1
 """Seconds after which processes of vLLM that have nothing to do sleep: for a second they ask their queues."""
 
@@ -57,7 +60,8 @@ def one_worker():
     if parallel_state.model_parallel_is_initialized():
         return
     with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/meeting", 0, backend="gloo")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/meeting", 0, backend=backend)
         parallel_state.initialize_model_parallel(1, 1)
 
 

@@ -90,8 +90,12 @@ def _where_amx(rows: Places, columns: Places, width: int) -> tuple[Places, Place
 ROWS = Layout(_store_rows, _load_rows, lambda rows, columns, width: (rows, columns), Order.ROWS)
 AMX = Layout(_store_amx, _load_amx, _where_amx, Order.AMX, GROUP)
 # Keys are class names: of a linear's kernel, or of the method of experts. vLLM's fused kernels for experts have one
-# class for all, so their key is the name of their backend.
-LAYOUTS = {"CPUFp8BlockScaledMMKernel": AMX, "CPU": AMX, "DecodeKernel": ROWS, "DecodedMoEMethod": ROWS}
+# class for all, so their key is the name of their backend. On a GPU, CUTLASS's and Triton's take codes and scales as
+# they are quantized; DeepGEMM's (which may keep scales in another order) and others are not here.
+LAYOUTS = {
+    "CPUFp8BlockScaledMMKernel": AMX, "CPU": AMX, "DecodeKernel": ROWS, "DecodedMoEMethod": ROWS,
+    "CutlassFp8BlockScaledMMKernel": ROWS, "TritonFp8BlockScaledMMKernel": ROWS, "TRITON": ROWS,
+}  # fmt: skip
 
 
 def layout_of(layer: Any) -> Layout | None:

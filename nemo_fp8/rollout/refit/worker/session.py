@@ -74,6 +74,8 @@ class Session:
 
     def __init__(self, plan: Plan, number: str, verify: bool) -> None:
         self.plan, self.number, self.verify = plan, number, verify
+        self.device = next(plan.model.parameters()).device
+        """Where the parameters lie; pieces are brought there before anything is made of them."""
         self.tally = Tally()
         for i, experts in plan.stacks.items():
             self.tally.facts[i].experts = experts
@@ -116,7 +118,7 @@ class Session:
                     self.rows[i] += rows
                 else:
                     tensor = memory.read(offset, entry.torch_dtype, (rows, *entry.shape[1:]) if entry.shape else ())
-                    self.write_rows(i, row, tensor)
+                    self.write_rows(i, row, tensor.to(self.device))
         finally:
             self._write_small(small)
 
@@ -181,8 +183,7 @@ class Session:
             came[i] = tensor.clone()  # the buffer is used again
             self.tally.hold(tensor.nbytes)
             return
-        device = next(self.plan.model.parameters()).device
-        values = route.made.run(came, device).to(route.target.dtype)
+        values = route.made.run(came, self.device).to(route.target.dtype)
         self.sinks[route.target].write(route, 0, values.reshape(route.view[0]))
         self.tally.hold(-sum(other.nbytes for number, other in self.waiting.pop(route).items() if number != i))
 

@@ -243,8 +243,9 @@ class Blocks(Sink):
 
         All matrices are quantized as one, whose rows are theirs, if their blocks do not run into one another and they
         lie in memory like that: a stack of experts costs as much as one matrix. Strips are of whole matrices then,
-        or of rows that fit the cache. The kernel of a CPU reads every value once and writes every code once, so it
-        takes all rows together, where nobody reads the codes again: between two calls all threads but one wait.
+        or of rows that fit the cache. A kernel takes all rows together where nobody reads the codes again: that of a
+        CPU reads every value once and writes every code once, and between two calls all threads but one wait; a GPU
+        waits between two launches.
         """
         rows, wide = values.shape[1:]
         codes, scales = self._live(matrices, row, rows)
@@ -257,7 +258,7 @@ class Blocks(Sink):
                 self._quantize(route, range(m, m + 1), row, values[i : i + 1], one)
             return
         flat = values.reshape(-1, wide)
-        at_once = flat.is_cpu and not self.against_reference and build.library() is not None
+        at_once = not self.against_reference and (not flat.is_cpu or build.library() is not None)
         step = max(ROWS, flat.shape[0] if at_once else STRIP // wide // ROWS * ROWS)
         if len(matrices) > 1:
             step = max(rows, step // rows * rows)  # whole experts

@@ -9,8 +9,9 @@ The trade-off is vLLM's protocol: an error is an exception in the worker, and th
 the prefix cache.
 
 The receiver was run on a CPU, behind a backend that brings tensors from files
-(``tests/support/rollout/refit_door.py``); the engine then equals a fresh one bit for bit. vLLM's two backends need GPUs
-and have not been run.
+(``tests/support/rollout/refit_door.py``), and was given tensors of a device that the CPU cannot reach
+(``tests/rollout/far_cases.py``); the model then equals a fresh one bit for bit. vLLM's two backends need GPUs and have
+not been run.
 """
 
 from __future__ import annotations
