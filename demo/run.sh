@@ -3,6 +3,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# vLLM asks the processor for AMX, and multiplies by it through oneDNN. Where oneDNN is kept to AVX2, what is newer is hidden from all.
+case "${ONEDNN_MAX_CPU_ISA:-}" in AVX2*) export PYTHONPATH="$PWD/tests/support/as_avx2${PYTHONPATH:+:$PYTHONPATH}" ;; esac
+
 if [ -t 1 ]; then bold=$'\033[1m' plain=$'\033[0m'; else bold= plain=; fi
 step() { printf '\n%s== %s%s\n\n' "$bold" "$1" "$plain"; }
 

@@ -547,6 +547,12 @@ RULES: dict[str, Problem] = {
         "torchvision, torchaudio and torchcodec: Qwen2.5-VL, Qwen3-VL and Qwen3.5 (its text-only models too) do not "
         "start without torchvision, other text models do.",
     ),
+    "onednn-kept-from-amx": error(
+        "{name}={value} on a processor with AMX.",
+        "vLLM asks the processor and multiplies BF16 and FP8 weights by AMX, through oneDNN, which this variable keeps "
+        "from it: the first prompt ends a worker, with an abort in C++ that names Brgemm and amx.",
+        "Unset {name} where vLLM runs.",
+    ),
     "driver": warning(
         "Driver {driver} with a torch for CUDA {cuda}.",
         "CUDA {major} needs driver {least} or newer, unless NVIDIA's forward-compatibility package is installed.",

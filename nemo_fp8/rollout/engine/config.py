@@ -7,6 +7,7 @@ every worker. ``quantization="nemo_fp8"`` alone means the default contract.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.models.selection import contract_of
 from nemo_fp8.models.units import part_names
+from nemo_fp8.preflight.doctor import kept_from_amx
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
 from nemo_fp8.rollout.engine import compatibility, experts, kv
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
@@ -35,7 +38,8 @@ class NemoFp8Config(QuantizationConfig):
 
     With ``unquantized="rows"`` the contract may generate in the compute dtype: then there is no ``storage``.
 
-    Raises PrecisionError if NVFP4 is asked for and the installed vLLM has not what it needs.
+    Raises PrecisionError if NVFP4 is asked for and the installed vLLM has not what it needs, or a variable keeps oneDNN
+    from AMX that vLLM finds in the processor.
     """
 
     def __init__(self, precision: Precision | None = None, options: dict[str, str] | None = None) -> None:
@@ -47,6 +51,9 @@ class NemoFp8Config(QuantizationConfig):
         wrong = compatibility.misfits(compatibility.FOUR_BITS) if self.precision.rollout == "nvfp4" else []
         if wrong:
             raise compatibility.error_of(wrong)
+        has_amx = current_platform.is_cpu() and torch.cpu._is_amx_tile_supported()
+        if has_amx and (kept := [*kept_from_amx(os.environ)]):
+            raise PrecisionError(kept)
         self._loaded = False
         self._of_modules: dict[Precision, NemoFp8Config] = {}
 

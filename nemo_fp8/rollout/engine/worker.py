@@ -36,14 +36,14 @@ class NemoFp8Worker(NemoFp8Held):
 
     def nemo_fp8_report(self) -> dict[str, dict[str, Any]]:
         """Return how every layer is stored, and why: see :class:`nemo_fp8.rollout.engine.report.LayerReport`."""
-        return plain_report(self.model_runner.model)
+        return plain_report(self.model_runner.get_model())
 
     # ------------------------------------------------------------------ the KV cache
 
     def nemo_fp8_listen_to_kv(self) -> None:
         """Begin to count the magnitudes of keys and values."""
         self.nemo_fp8_stop_listening()
-        self.nemo_fp8_kv_listener = kv.KvListener(self.model_runner.model)
+        self.nemo_fp8_kv_listener = kv.KvListener(self.model_runner.get_model())
 
     def nemo_fp8_stop_listening(self) -> dict[str, list[dict[int, int]]]:
         """Stop counting; return the counts of every attention layer."""
@@ -52,8 +52,8 @@ class NemoFp8Worker(NemoFp8Held):
 
     def nemo_fp8_kv_scales(self) -> dict[str, float]:
         """Return the scales of the KV cache, by the names under which a push sets them."""
-        return kv.scales_of(self.model_runner.model)
+        return kv.scales_of(self.model_runner.get_model())
 
     def nemo_fp8_set_kv_scales(self, scales: dict[str, float]) -> None:
         """Set scales of the KV cache."""
-        kv.set_scales(self.model_runner.model, scales)
+        kv.set_scales(self.model_runner.get_model(), scales)
