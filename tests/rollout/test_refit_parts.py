@@ -21,7 +21,7 @@ from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
 from nemo_fp8.rollout.refit.memory import MOST_MAPPED, Mappings, Opened, Shared, SharedWeights
 from nemo_fp8.rollout.refit.receipt import receipt
 from nemo_fp8.rollout.refit.wire import capacity, cut
-from nemo_fp8.rollout.refit.worker.layouts import Facts
+from nemo_fp8.rollout.refit.worker.layouts import Facts, Tally
 
 
 def _tensors():
@@ -388,6 +388,26 @@ def _written(manifest, *workers):
     ]
     about = {"push": "", "passed_over": (), "bytes": 0, "chunks": 0, "chunk_bytes": 0, "seconds": 1.0}
     return receipt(manifest, answers, prefix_cache_reset=True, **about).tensors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "bad"),
+    [(torch.float8_e4m3fn, "e4m3", 0x7F), (torch.float8_e4m3fn, "e4m3", 0xFF), (torch.float8_e8m0fnu, "e8m0", 0xFF)],
+    ids=str,
+)
+def test_bad_scales_of_a_byte_are_counted_where_there_are_any(dtype, kind, bad):
+    """Whether there is one is asked of the extremes first: a quick look that finds nothing has to be right."""
+    good = torch.arange(0x7F, dtype=torch.uint8).repeat(2)
+    for wrong in ([], [0], [3, 126, 253], [*range(254)]):
+        scales = good.clone()
+        scales[wrong] = bad
+        tally = Tally()
+        tally.facts[0].count_scales(good.view(dtype), kind)
+        tally.facts[1].experts = 2
+        tally.facts[1].count_scales(scales.view(dtype), kind, slice(0, 2))
+        tally.settle()
+        assert tally.facts[0].bad_scales == 0
+        assert tally.facts[1].bad_scales == [sum(i < 127 for i in wrong), sum(i >= 127 for i in wrong)]
 
 
 def test_a_receipt_has_the_numbers_of_each_tensor_and_expert():

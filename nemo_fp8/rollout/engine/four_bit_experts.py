@@ -66,11 +66,11 @@ class Nvfp4MoEMethod(Decoding):
         """Replace the weights of a layer by codes and scales."""
         for name in ("w13", "w2"):
             weight = getattr(layer, f"{name}_weight").data
-            self.lay_out_four_bits(layer, name, four_bits(weight, self.operand, self.amax(weight)))
+            self.lay_out_four_bits(layer, name, four_bits(weight, self.operand, self.amax(amax_of(weight))))
 
-    def amax(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return for each expert the largest magnitude of its parts, on all workers."""
-        found: torch.Tensor = amax_for_moe_weight_quant(amax_of(weight), self.moe.tp_size)
+    def amax(self, largest: torch.Tensor) -> torch.Tensor:
+        """Return the largest magnitude of each expert, on all workers, from those on this one."""
+        found: torch.Tensor = amax_for_moe_weight_quant(largest, self.moe.tp_size)
         return found
 
     def live(self, layer: RoutedExperts, name: str) -> tuple[torch.Tensor, ...]:

@@ -74,11 +74,11 @@ class Nvfp4LinearMethod(NemoFp8LinearMethod):
 
     def _quantize(self, layer: LinearBase) -> None:
         weight = layer.weight.data
-        self.lay_out_four_bits(layer, four_bits(weight, self.operand, self.amax(weight)))
+        self.lay_out_four_bits(layer, four_bits(weight, self.operand, self.amax(amax_of(weight))))
 
-    def amax(self, weight: torch.Tensor) -> torch.Tensor:
+    def amax(self, largest: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of all parts of a weight, on all workers."""
-        found: torch.Tensor = amax_for_tp_weight_quant(amax_of(weight), self.sharded)
+        found: torch.Tensor = amax_for_tp_weight_quant(largest, self.sharded)
         return found
 
     def live(self, layer: LinearBase, name: str) -> tuple[torch.Tensor, ...]:

@@ -11,7 +11,7 @@ import torch
 
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import format_of
-from nemo_fp8.numerics.quantize import find_scales, quantize
+from nemo_fp8.numerics.quantize import find_scales, quantize, quantize_into
 from nemo_fp8.numerics.scales import amax_of
 from nemo_fp8.rollout.engine.storage import Storage
 
@@ -33,9 +33,9 @@ def quantize_weight(
         return quantized.data, scales if weight.dim() == 2 else scales.view(stack.shape[0], -1, scales.shape[-1])
     amaxes = reduce_amax(torch.stack([_amax(one) for one in stack]))
     factors, inverses = find_scales(amaxes, format_of("e4m3"), storage.weight.scale)
-    codes = torch.stack(
-        [quantize(one, storage.weight, scale=factor).data for one, factor in zip(stack, factors, strict=True)]
-    )
+    codes = torch.empty(stack.shape, dtype=format_of("e4m3").dtype, device=stack.device)
+    for one, factor, into in zip(stack, factors, codes, strict=True):
+        quantize_into(one, storage.weight, into, torch.empty_like(factor), scale=factor)
     rows, columns = (-(-side // block) for side, block in zip(stack.shape[1:], storage.grid, strict=True))
     scales = inverses.view(-1, 1, 1).expand(-1, rows, columns).contiguous()
     return (codes, scales) if weight.dim() == 3 else (codes[0], scales[0])

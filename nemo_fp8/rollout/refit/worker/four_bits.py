@@ -16,17 +16,17 @@ import torch
 from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel
 
 from nemo_fp8.contract import Operand
-from nemo_fp8.numerics import nvfp4
-from nemo_fp8.numerics.modelopt import BLOCK, FourBits, four_bits, totals
+from nemo_fp8.numerics import kernels, nvfp4
+from nemo_fp8.numerics.modelopt import BLOCK, FourBits, amax_of, four_bits, totals
 from nemo_fp8.numerics.nvfp4_tensor import weight_scale_2
 from nemo_fp8.rollout.engine.four_bit_experts import Nvfp4MoEMethod
 from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
-from nemo_fp8.rollout.refit.fingerprint import fingerprint
+from nemo_fp8.rollout.refit.fingerprint import as_matrix, fingerprint
 from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Tally
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
-from nemo_fp8.rollout.refit.worker.sinks import Staged, name_of, part_of, rows_of
+from nemo_fp8.rollout.refit.worker.sinks import Staged, name_of, part_of, rows_of, viewed
 
 KIND = "nvfp4"
 
@@ -61,12 +61,24 @@ class FourBitWeights(Staged):
         live = layer.quant_method.live(layer, self.name)
         self.live = FourBits(*(tensor.data for tensor in live))
         self.made: dict[Route, str] = {}
+        self.largest: torch.Tensor | None = None
+        """The largest magnitude of each matrix so far; None if not all that came was looked at on its way."""
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
         if self.name not in self.values:
             self.values[self.name] = self._empty(self.name)
-        place = self.values[self.name].data[_slices(part_of(route, row, len(values)))]
-        place.copy_(values.reshape(place.shape))
+            matrices = self.values[self.name].shape[:-2].numel()
+            self.largest = torch.zeros(matrices) if values.is_cpu and not self.constants[0][1] else None
+        box, rows = part_of(route, row, len(values)), as_matrix(values.detach())
+        place = self.values[self.name].data[_slices(box)]
+        into = viewed(place, rows.shape)
+        read = None if into is None else kernels.sums(rows, into)  # which copies, in one pass
+        if read is None:
+            place.copy_(values.reshape(place.shape))
+            self.largest = None
+        elif self.largest is not None:
+            seen = self.largest[slice(*_box(box)[0])]
+            torch.maximum(seen, read[2].view(len(seen), -1).amax(1), out=seen)
 
     def complete(self, entry: int) -> None:
         """Note that all rows of a tensor have come; quantize the matrix if it was the last one."""
@@ -76,7 +88,7 @@ class FourBitWeights(Staged):
             for _, filled in self.constants:
                 for box, value in filled:
                     weight[_slices(box)].fill_(value)
-            amax = method.amax(weight)
+            amax = method.amax(amax_of(weight) if self.largest is None else self.largest.view(weight.shape[:-2]))
             four_bits(weight, method.operand, amax, self.live)
             method.follow(self.layer)
             for route in self.routes:
