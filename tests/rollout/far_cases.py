@@ -53,8 +53,10 @@ def test_a_push_there_leaves_every_bit_as_a_fresh_load_does(checkpoint, kind, co
     model = worker.model_runner.get_model()
     assert not any(p.is_cpu for p in model.parameters())
     new = weights_of(checkpoint(kind, 1))
+    waits = far.RUNTIME.waits
     receipt = Refit(worker, chunk=2**20).push(new, verify=True).require()
     assert receipt.verified
+    assert far.RUNTIME.waits == waits + 1  # at its end, since the engine may compute on another stream
     fresh = model_of(checkpoint(kind, 1), **contract)
     assert differing(bits(model), held(fresh)) == []
     here = Refit(Worker(model_of(checkpoint(kind, 0), **contract)), chunk=2**20).push(new, verify=True)
@@ -88,7 +90,9 @@ def test_vllm_s_own_transports_bring_tensors_that_lie_there(checkpoint):
     for names in ([*new][:20], [*new][20:]):
         receiver.announce(Manifest.of({name: new[name] for name in names}))
         receiver.load_weights([(name, far.Far(new[name].clone())) for name in names])
+    waits = far.RUNTIME.waits
     receiver.finish()
+    assert far.RUNTIME.waits == waits + 1
     assert differing(bits(model), held(model_of(checkpoint("qwen3_moe", 1)))) == []
 
 

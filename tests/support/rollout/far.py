@@ -9,7 +9,7 @@ import functools
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NOWHERE = 1 << 62
 """What is added to addresses. To read there ends the process, as an address of a GPU does."""
@@ -56,6 +56,18 @@ class Far(torch.Tensor):
         return made if back else tree_map_only(torch.Tensor, Far, made)
 
 
+class Runtime(_DummyBackendModule):
+    """What ``torch.cuda`` is to a GPU."""
+
+    waits = 0
+
+    def synchronize(self):
+        self.waits += 1
+
+
+RUNTIME = Runtime()
+
+
 def _one_device(name, arguments):
     flat = [t for one in arguments for t in (one if isinstance(one, (list, tuple)) else [one])]
     if any(type(t) is not Far and isinstance(t, torch.Tensor) and t.dim() for t in flat):
@@ -82,7 +94,7 @@ def _copied(x, to, non_blocking=False):
 @functools.cache
 def device():
     """The device, which torch knows from the first call on, and takes for the machine's accelerator."""
-    _setup_privateuseone_for_python_backend("far")
+    _setup_privateuseone_for_python_backend("far", RUNTIME)
     library = torch.library.Library("aten", "IMPL")
     for name, made in (("empty.memory_format", _empty), ("empty_strided", _empty_strided), ("_copy_from", _copied)):
         library.impl(name, made, "PrivateUse1")

@@ -339,7 +339,7 @@ class NemoFp8Refit:
         """End a push. Only now are all weights the new ones; the answer holds the facts for the receipt."""
         session = self._refit_open(message)
         session.finish(message.get("expected"))
-        process_attention(session.plan.layers.values(), self.vllm_config)
+        process_attention(session.plan.layers.values(), self.vllm_config, session.device)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
@@ -394,11 +394,13 @@ class NemoFp8Refit:
         return None if manifest is None else (manifest, record(self.model_runner.get_model(), manifest))
 
 
-def process_attention(layers: Iterable[Any], config: Any) -> None:
-    """Have attention layers derive again what they derive from weights at load, such as MLA's absorbed matrices."""
+def process_attention(layers: Iterable[Any], config: Any, device: torch.device) -> None:
+    """Have attention layers derive again what they derive from weights at load, such as MLA's absorbed matrices; then
+    wait for the device, once a push: it may run in another thread than the engine, hence on another stream."""
     for layer in layers:
         if is_deferred_attention_layer(layer) and released.put_back(layer):
             layer.process_weights_after_loading(config.model_config.dtype)
+    torch.get_device_module(device).synchronize()
 
 
 def names_of(

@@ -112,7 +112,7 @@ class Receiver:
                 "Send the weights between start and finish.",
             )
         self.session.finish()
-        process_attention(self.real.modules(), self.config)
+        process_attention(self.real.modules(), self.config, self.session.device)
 
 
 class _Pushing:
