@@ -77,7 +77,7 @@ class Nvfp4LinearMethod(NemoFp8LinearMethod):
         self.lay_out_four_bits(layer, four_bits(weight, self.operand, self.amax(amax_of(weight))))
 
     def amax(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude of all parts of a weight, on all workers."""
+        """Return the largest magnitude of all parts of a weight, on all workers, from that on this one."""
         found: torch.Tensor = amax_for_tp_weight_quant(largest, self.sharded)
         return found
 
