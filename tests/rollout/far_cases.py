@@ -14,8 +14,9 @@ from support.rollout.in_process import Worker, build, weights_of
 from nemo_fp8.mismatch.engine import read_back
 from nemo_fp8.numerics import kernels, quantize
 from nemo_fp8.rollout import Refit
-from nemo_fp8.rollout.refit import Manifest
+from nemo_fp8.rollout.refit import Manifest, SharedWeights
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint
+from nemo_fp8.rollout.refit.worker import session
 from nemo_fp8.rollout.refit.worker.transfer import Receiver
 
 MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
@@ -63,6 +64,17 @@ def test_a_push_there_leaves_every_bit_as_a_fresh_load_does(checkpoint, kind, co
     assert receipt.fingerprint == here.fingerprint
     assert told(receipt) == told(here)
     assert read_back(worker) == read_back(Worker(fresh))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_what_lies_in_shared_memory_is_brought_there_some_rows_at_a_time(checkpoint, kind, monkeypatch):
+    """A device has little room beside a model and its cache."""
+    worker, new = Worker(far.moved(model_of(checkpoint(kind, 0)))), weights_of(checkpoint(kind, 1))
+    monkeypatch.setattr(session, "BROUGHT", 1 << 17)
+    far.RUNTIME.largest = 0
+    assert Refit(worker).push(SharedWeights(new), verify=True).require().chunks == 0
+    assert 0 < far.RUNTIME.largest <= 1 << 17 < max(t.nbytes for t in new.values())
+    assert differing(bits(worker.model_runner.get_model()), held(model_of(checkpoint(kind, 1)))) == []
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

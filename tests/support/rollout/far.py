@@ -44,6 +44,8 @@ class Far(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name
         to = kwargs.get("device")
+        if name == "aten::copy_":
+            RUNTIME.see(args[1])
         if name not in BETWEEN:
             _one_device(name, [*args, *kwargs.values()])
         inside, named = tree_map_only(Far, lambda t: t.inner, (args, kwargs))
@@ -60,6 +62,12 @@ class Runtime(_DummyBackendModule):
     """What ``torch.cuda`` is to a GPU."""
 
     waits = 0
+    largest = 0
+    """The bytes of the largest tensor that was brought there."""
+
+    def see(self, brought):
+        if not isinstance(brought, Far):
+            self.largest = max(self.largest, brought.nbytes)
 
     def synchronize(self):
         self.waits += 1
@@ -87,6 +95,7 @@ def _empty_strided(size, stride, dtype=None, **_):
 
 
 def _copied(x, to, non_blocking=False):
+    RUNTIME.see(x)
     _inner(to).copy_(_inner(x))
     return to
 

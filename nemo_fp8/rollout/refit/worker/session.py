@@ -41,6 +41,8 @@ from nemo_fp8.rollout.refit.worker.small import Place
 
 Answer = dict[str, Any]
 log = logging.getLogger(__name__)
+BROUGHT = 64 << 20
+"""The bytes of a tensor that are brought to a device at a time, where it can be cut."""
 
 
 def answering(method: Callable[[Any, Answer], Answer]) -> Callable[[Any, Answer], Answer]:
@@ -118,7 +120,7 @@ class Session:
                     self.rows[i] += rows
                 else:
                     tensor = memory.read(offset, entry.torch_dtype, (rows, *entry.shape[1:]) if entry.shape else ())
-                    self.write_rows(i, row, tensor.to(self.device))
+                    self._bring(i, row, tensor)
         finally:
             self._write_small(small)
 
@@ -143,6 +145,17 @@ class Session:
         if rows < entry.rows and (i in self.plan.whole or row % entry.step or (rows % entry.step and not at_end)):
             raise bad_piece(piece, f"{entry.name} cannot be cut there")
         return i, row, rows, offset
+
+    def _bring(self, i: int, row: int, tensor: torch.Tensor) -> None:
+        """Bring rows to where the parameters lie, and write them: some at a time, since a device may have little room
+        beside a model and its cache."""
+        entry, rows = self.plan.manifest[i], count_rows(tensor)
+        if self.device.type == "cpu" or i in self.plan.whole or tensor.nbytes <= BROUGHT:
+            self.write_rows(i, row, tensor.to(self.device))
+            return
+        step = max(1, BROUGHT // entry.row_bytes // entry.step) * entry.step
+        for first in range(0, rows, step):
+            self.write_rows(i, row + first, tensor[first : first + step].to(self.device))
 
     def write_rows(self, i: int, row: int, tensor: torch.Tensor) -> None:
         """Write rows [row, row+n) of tensor ``i`` to every local parameter that holds a part of them.
