@@ -12,7 +12,9 @@ from hypothesis import settings
 
 # NEMO_FP8_TESTS_AS=avx2: tests, and every process that they start, see a processor with AVX2 and nothing newer. So they
 # do where oneDNN is kept to that: vLLM asks the processor, and would multiply by AMX through oneDNN.
-_AS = os.environ.get("NEMO_FP8_TESTS_AS") or ("avx2" if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2" else "")
+_AS = os.environ.get("NEMO_FP8_TESTS_AS") or (
+    "avx2" if os.environ.get("ONEDNN_MAX_CPU_ISA", "").startswith("AVX2") else ""
+)
 if _AS:
     importlib.import_module(f"support.as_{_AS}.sitecustomize")
 

@@ -5,9 +5,10 @@ process.
 
 vLLM picks its compiled library (``_C``, ``_C_AVX512``, ``_C_AVX2``), its kernels and its attention by ``torch.cpu``,
 which asks ``torch._C._cpu._get_cpu_capability``; this package and others read ``/proc/cpuinfo``. Both answer without
-AVX-512 and AMX here, and oneDNN and ATen are told by their own variables. ``tests/conftest.py`` imports this file,
-which puts its folder first on ``PYTHONPATH``: Python imports it at the start of each process that a test starts, before
-anything else, and then the next ``sitecustomize`` of the path.
+AVX-512 and AMX here, and oneDNN and ATen are told by their own variables. ``tests/conftest.py`` imports this file, and
+``demo/run.sh`` names its folder where ``ONEDNN_MAX_CPU_ISA`` asks for AVX2. It puts that folder first on
+``PYTHONPATH``: Python imports it at the start of each process that is started then, before anything else, and after it
+the next ``sitecustomize`` of the path.
 
 vLLM's own AVX2 library runs then, and ``bin/cc``, first on ``PATH``, compiles this package's kernels for AVX2. What
 another compiled library reads from the processor itself (CPUID) cannot be hidden from here.

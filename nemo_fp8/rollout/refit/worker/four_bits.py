@@ -72,13 +72,14 @@ class FourBitWeights(Staged):
         box, rows = part_of(route, row, len(values)), as_matrix(values.detach())
         place = self.values[self.name].data[_slices(box)]
         into = viewed(place, rows.shape)
-        read = None if into is None else kernels.sums(rows, into)  # which copies, in one pass
+        read = None if into is None else kernels.sums(rows, into)  # which copies, too, and looks at magnitudes
         if read is None:
             place.copy_(values.reshape(place.shape))
             self.largest = None
         elif self.largest is not None:
+            _, _, of_rows = read
             seen = self.largest[slice(*_box(box)[0])]
-            torch.maximum(seen, read[2].view(len(seen), -1).amax(1), out=seen)
+            torch.maximum(seen, of_rows.view(len(seen), -1).amax(1), out=seen)
 
     def complete(self, entry: int) -> None:
         """Note that all rows of a tensor have come; quantize the matrix if it was the last one."""

@@ -352,7 +352,8 @@ class NemoFp8Refit:
         """End a push. Only now are all weights the new ones; the answer holds the facts for the receipt."""
         session = self._refit_open(message)
         session.finish(message.get("expected"))
-        process_attention(session.plan.layers.values(), self.vllm_config, session.device)
+        process_attention(session.plan.layers.values(), self.vllm_config)
+        wait_for(session.device)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
@@ -407,12 +408,16 @@ class NemoFp8Refit:
         return None if manifest is None else (manifest, record(self.model_runner.get_model(), manifest))
 
 
-def process_attention(layers: Iterable[Any], config: Any, device: torch.device) -> None:
-    """Have attention layers derive again what they derive from weights at load, such as MLA's absorbed matrices; then
-    wait for the device, once a push: it may run in another thread than the engine, hence on another stream."""
+def process_attention(layers: Iterable[Any], config: Any) -> None:
+    """Have attention layers derive again what they derive from weights at load, such as MLA's absorbed matrices."""
     for layer in layers:
         if is_deferred_attention_layer(layer) and released.put_back(layer):
             layer.process_weights_after_loading(config.model_config.dtype)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all it was asked for, once a push: a push into an engine of the same process runs in
+    another thread than the engine, hence on another stream."""
     torch.get_device_module(device).synchronize()
 
 

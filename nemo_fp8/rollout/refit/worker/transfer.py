@@ -29,7 +29,7 @@ from nemo_fp8.rollout.refit.manifest import DTYPES, Entry, Manifest
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Routes, record
-from nemo_fp8.rollout.refit.worker.session import Session, names_of, process_attention
+from nemo_fp8.rollout.refit.worker.session import Session, names_of, process_attention, wait_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,7 +112,8 @@ class Receiver:
                 "Send the weights between start and finish.",
             )
         self.session.finish()
-        process_attention(self.real.modules(), self.config, self.session.device)
+        process_attention(self.real.modules(), self.config)
+        wait_for(self.session.device)
 
 
 class _Pushing:
