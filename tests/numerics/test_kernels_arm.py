@@ -146,7 +146,7 @@ def machine(request) -> tuple[str, str, bool]:
 @pytest.fixture(scope="module")
 def program(machine, tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("arm") / "kernels"
-    flags = [flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")]
+    flags = [flag for flag in build.FLAGS if flag != "-fPIC"]
     sources = [*map(str, build.SOURCES), str(SUPPORT / "kernel_driver.c")]
     subprocess.run([COMPILER, *flags, machine[0], "-static", *sources, "-lm", "-o", str(made)], check=True)
     return made

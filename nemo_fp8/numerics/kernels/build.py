@@ -1,11 +1,11 @@
 """Compile the CPU kernels on the machine that runs them, once, and keep the library.
 
 The files of ``SOURCES`` are plain C. They are compiled for the processor at hand (AVX-512, AVX2, NEON: as the compiler
-detects) at the first quantization, in about fifteen seconds of one core, and loaded through ctypes. Why not an
-extension module: the package stays one wheel for every platform and Python, an editable install and a fresh clone need
-no build step, and the compiler may use every instruction of the machine. The trade-off: a machine without a C compiler
-quantizes with torch, to the same bits but more slowly, and one line in the log says so. (Triton and TorchInductor make
-the same choice.)
+detects) at the first quantization, side by side on all cores (twenty seconds of one, of which the longest file takes a
+third), and loaded through ctypes. Why not an extension module: the package stays one wheel for every platform and
+Python, an editable install and a fresh clone need no build step, and the compiler may use every instruction of the
+machine. The trade-off: a machine without a C compiler quantizes with torch, to the same bits but more slowly, and one
+line in the log says so. (Triton and TorchInductor make the same choice.)
 ``python -m nemo_fp8.numerics.kernels.build`` builds ahead of time, for a container image.
 
 The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a hash of everything it depends on: the
@@ -26,14 +26,16 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nemo_fp8.own_folder import own_folder
 
+# What takes longest begins first.
 _NAMES = (
-    "fp8_quantize.c", "fp8_decode.c", "fp8_multiply.c", "bf16_multiply.c", "fp8_accumulate.c", "fp8_sums.c",
-    "fp8_patch.c", "fp8_turn.c", "fp4_quantize.c", "fp4_decode.c", "fp4_count.c",
+    "fp8_quantize.c", "fp8_multiply.c", "fp4_quantize.c", "fp8_patch.c", "fp8_sums.c", "fp8_decode.c",
+    "bf16_multiply.c", "fp4_count.c", "fp4_decode.c", "fp8_turn.c", "fp8_accumulate.c",
 )  # fmt: skip
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _SHARED = (
@@ -43,7 +45,7 @@ _SHARED = (
 HEADERS = tuple(Path(__file__).with_name(name) for name in _SHARED)
 FLAGS = (
     "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
-    "-fopenmp-simd", "-shared", "-fPIC", "-pthread",
+    "-fopenmp-simd", "-fPIC", "-pthread",
 )  # fmt: skip
 _BEST = {
     "x86_64": (("-march=native", "-mprefer-vector-width=512"), ("-march=native",)),
@@ -113,20 +115,29 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 def _compile(compiler: str, place: Path) -> None:
     """Compile with the best flags that the compiler takes; warn where those were not the best there are."""
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
         made = Path(folder) / place.name
+        objects = {str(source): str(made.with_name(f"{source.stem}.o")) for source in SOURCES}
         refused: list[str] = []
         for machine in MACHINE_FLAGS:
-            command = [compiler, *FLAGS, *machine, *map(str, SOURCES), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
+            flags = [compiler, *FLAGS, *machine]
+            each = [[*flags, "-c", source, "-o", to] for source, to in objects.items()]
+            joined = [*flags, "-shared", *objects.values(), "-o", str(made)]
+            problem = next(filter(None, [*threads.map(_problem_of, each)]), "") or _problem_of(joined)
+            if not problem:
                 os.replace(made, place)
                 log.info("built %s", place)
                 if refused:
                     log.warning("The kernels may be slow on this CPU: %s", refused[0])
                 return
-            refused.append(f"`{' '.join(command)}` failed: {done.stderr.strip()[-500:]}")
+            refused.append(problem)
     raise CannotBuild(refused[-1])
+
+
+def _problem_of(command: Sequence[str]) -> str:
+    """Run a compiler; return what it refused, or nothing."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"`{' '.join(command)}` failed: {done.stderr.strip()[-500:]}" if done.returncode else ""
 
 
 def _identity(compiler: str) -> str:
