@@ -121,17 +121,20 @@ typedef struct fp4_total_job {
 
 typedef struct { float signal, noise; uint32_t underflow, saturated, top, above; } sums4;
 
-/* A run of pairs of BF16 values, with the byte of codes, the scale and the factor of each pair: all of one width, so that vectors of
+/* A run of n BF16 values, by pairs: the byte of codes, the scale and the factor of each pair are all of one width, so that vectors of
    them take each other's place. `above` is the largest scaled value. */
-static sums4 sums_of_pairs(const char *restrict x, const uint32_t *restrict codes, int64_t n, const float *restrict scale,
-                           const float *restrict factor, uint32_t most) {
-    float signal = 0, noise = 0;
-    uint32_t underflow = 0, saturated = 0, top = 0, above = 0;
+static sums4 sums_of_pairs(const char *restrict x, const uint8_t *restrict codes, int64_t n, const float *restrict scales,
+                           const float *restrict factors, uint32_t most) {
+    uint32_t bytes[PAIRS], underflow = 0, saturated = 0, top = 0, above = 0;
+    float scale[PAIRS], factor[PAIRS], signal = 0, noise = 0;
+    for (int64_t t = 0; t < n / VALUES; t++)
+        for (int64_t i = t * (VALUES / 2); i < (t + 1) * (VALUES / 2); i++) scale[i] = scales[t], factor[i] = factors[t];
+    for (int64_t i = 0; i < n / 2; i++) bytes[i] = codes[i];
     VECTORIZED(reduction(+ : signal, noise, underflow, saturated) reduction(max : top, above))
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n / 2; i++) {
         uint32_t both;
         memcpy(&both, x + 4 * i, sizeof both);
-        uint32_t a = both << 16 & 0x7fffffff, b = both & 0x7fff0000, code_a = codes[i] & 7, code_b = codes[i] >> 4 & 7;
+        uint32_t a = both << 16 & 0x7fffffff, b = both & 0x7fff0000, code_a = bytes[i] & 7, code_b = bytes[i] >> 4 & 7;
         float y = value(a) * factor[i], z = value(b) * factor[i], s = scale[i];
         float there_y = y * s, there_z = z * s, lost_y = (y - magnitude_of_e2m1(code_a)) * s, lost_z = (z - magnitude_of_e2m1(code_b)) * s;
         signal += there_y * there_y + there_z * there_z, noise += lost_y * lost_y + lost_z * lost_z;
@@ -142,6 +145,42 @@ static sums4 sums_of_pairs(const char *restrict x, const uint32_t *restrict code
     }
     return (sums4){signal, noise, underflow, saturated, top, above};
 }
+
+#ifdef BLOCK
+enum { TWICE = 2 * LANES /* values whose pairs fill a vector */ };
+
+/* The same on vectors, of n values; n is a multiple of TWICE. It does not count what saturates: `above` says whether anything does. */
+static sums4 sums_of_vectors(const uint16_t *x, const uint8_t *codes, int64_t n, const float *scale, const float *factor) {
+    const words upper = V(set1_epi32)(0x7fff0000);
+    const reals numbers = numbers_of_e2m1();
+    reals signal = V(setzero_ps)(), noise = signal;
+    words underflow = V_BITS(setzero)(), top = underflow, above = underflow;
+    for (int64_t c = 0; c < n; c += TWICE) {
+        words both = V_BITS(loadu)((const words *)(x + c)), two = bytes_in_words(codes + c / 2);
+        words pair[2] = {V_BITS(and)(V(slli_epi32)(both, 16), upper), V_BITS(and)(both, upper)}, code[2] = {two, V(srli_epi32)(two, 4)};
+        reals f = of_blocks(factor + c / VALUES), s = of_blocks(scale + c / VALUES), there = V(setzero_ps)(), lost = there;
+        UNROLLED
+        for (int i = 0; i < 2; i++) {
+            reals y = V(mul_ps)(REALS(pair[i]), f), made = number_of_lanes(numbers, code[i]), off = V(sub_ps)(y, made);
+            there = V(fmadd_ps)(y, y, there), lost = V(fmadd_ps)(off, off, lost);
+            underflow = count_zeroed(underflow, made, pair[i]);
+            top = V(max_epu32)(top, pair[i]), above = V(max_epu32)(above, WORDS(y));
+        }
+        s = V(mul_ps)(s, s);
+        signal = V(fmadd_ps)(there, s, signal), noise = V(fmadd_ps)(lost, s, noise);
+    }
+    float signals[LANES], noises[LANES];
+    uint32_t counts[LANES], tops[LANES], aboves[LANES];
+    V(storeu_ps)(signals, signal), V(storeu_ps)(noises, noise);
+    V_BITS(storeu)((words *)counts, underflow), V_BITS(storeu)((words *)tops, top), V_BITS(storeu)((words *)aboves, above);
+    sums4 sum = {0};
+    for (int i = 0; i < LANES; i++) {
+        sum.signal += signals[i], sum.noise += noises[i], sum.underflow += counts[i];
+        sum.top = tops[i] > sum.top ? tops[i] : sum.top, sum.above = aboves[i] > sum.above ? aboves[i] : sum.above;
+    }
+    return sum;
+}
+#endif
 
 static void total_blocks(const void *x, const uint8_t *codes, int64_t n, const float *scale, float beneath, int source, uint32_t most,
                          total *to) {
@@ -158,19 +197,23 @@ static void total_row(const fp4_total_job *j, int64_t part, int64_t row) {
     const char *x = (const char *)j->x + (part * j->x_part + row * j->x_row) * bytes_of(j->source);
     const uint8_t *codes = j->codes + part * j->codes_part + row * j->codes_row;
     const uint8_t *scales = j->scales + part * j->scales_part + row * j->scales_row;
-    float beneath = j->beneath[part], scale[BLOCKS], factor[BLOCKS], scale_of[PAIRS], factor_of_pair[PAIRS];
-    uint32_t bytes[PAIRS];
+    uint32_t most = bits(j->saturates_above);
+    float beneath = j->beneath[part], scale[BLOCKS], factor[BLOCKS];
     total sum = {0};
-    for (int64_t at = 0; at < j->cols; at += RUN) {
-        int64_t n = least_of(RUN, j->cols - at);
+    for (int64_t at = 0, n; at < j->cols; at += n) {
+        n = least_of(RUN, j->cols - at);
         int tame = j->source == BF16 && beneath >= 0x1p-100f && beneath <= 0x1p100f;
+#ifdef BLOCK
+        if (n > TWICE) n -= n % TWICE; /* the rest is a run of its own */
+#endif
         for (int64_t t = 0; t < n / VALUES; t++) scale[t] = value_of_e4m3(scales[at / VALUES + t]);
         for (int64_t t = 0; t < n / VALUES; t++) factor[t] = factor_of(scale[t] * beneath), tame &= scale[t] > 0;
         if (tame) {
-            for (int64_t t = 0; t < n / VALUES; t++)
-                for (int64_t i = t * (VALUES / 2); i < (t + 1) * (VALUES / 2); i++) scale_of[i] = scale[t], factor_of_pair[i] = factor[t];
-            for (int64_t i = 0; i < n / 2; i++) bytes[i] = codes[at / 2 + i];
-            sums4 s = sums_of_pairs(x + at * 2, bytes, n / 2, scale_of, factor_of_pair, bits(j->saturates_above));
+            sums4 s = {.above = INFINITE};
+#ifdef BLOCK
+            if (n % TWICE == 0) s = sums_of_vectors((const uint16_t *)(x + at * 2), codes + at / 2, n, scale, factor);
+#endif
+            if (s.above > most) s = sums_of_pairs(x + at * 2, codes + at / 2, n, scale, factor, most);
             if (s.above <= bits(0x1p20f)) {
                 double unit = (double)beneath * beneath;
                 total one = {s.signal * unit, s.noise * unit, s.saturated, s.underflow, 0, value(s.top)};
@@ -178,7 +221,7 @@ static void total_row(const fp4_total_job *j, int64_t part, int64_t row) {
                 continue;
             }
         }
-        total_blocks(x + at * bytes_of(j->source), codes + at / 2, n, scale, beneath, j->source, bits(j->saturates_above), &sum);
+        total_blocks(x + at * bytes_of(j->source), codes + at / 2, n, scale, beneath, j->source, most, &sum);
     }
     j->of_rows[part * j->rows + row] = sum;
 }

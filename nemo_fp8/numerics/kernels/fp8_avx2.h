@@ -99,6 +99,15 @@ INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
     _mm256_storeu_si256((words *)amax, _mm256_slli_epi32(_mm256_cvtepu16_epi32(tops), 16));
 }
 
+/* Numbers of E2M1 codes, one in each word, whose other bits do not matter; and what became 0 and was not, counted in every lane. */
+INLINE words bytes_in_words(const uint8_t *bytes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes)); }
+INLINE reals numbers_of_e2m1(void) { return _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6); }
+INLINE reals number_of_lanes(reals numbers, words codes) { return _mm256_permutevar8x32_ps(numbers, codes); }
+INLINE words count_zeroed(words counted, reals made, words of) {
+    const words none = _mm256_setzero_si256();
+    return _mm256_sub_epi32(counted, _mm256_andnot_si256(_mm256_cmpeq_epi32(of, none), _mm256_cmpeq_epi32(WORDS(made), none)));
+}
+
 /* Decoding, 32 columns and so two blocks, one for each half. Eight words of a block: 0, and its first or its second number. */
 INLINE words of_their_blocks(const uint32_t *two) {
     int64_t both;

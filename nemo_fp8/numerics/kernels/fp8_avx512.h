@@ -129,6 +129,15 @@ INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
     _mm512_storeu_si512(amax, _mm512_slli_epi32(_mm512_cvtepu16_epi32(tops), 16));
 }
 
+/* Numbers of E2M1 codes, one in each word, whose other bits do not matter; and what became 0 and was not, counted in every lane. */
+INLINE words bytes_in_words(const uint8_t *bytes) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes)); }
+INLINE reals numbers_of_e2m1(void) { return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, 0.5f, 1, 1.5f, 2, 3, 4, 6); }
+INLINE reals number_of_lanes(reals numbers, words codes) { return _mm512_permutexvar_ps(codes, numbers); }
+INLINE words count_zeroed(words counted, reals made, words of) {
+    __mmask16 lost = _mm512_mask_test_epi32_mask(_mm512_testn_epi32_mask(WORDS(made), WORDS(made)), of, of);
+    return _mm512_mask_sub_epi32(counted, lost, counted, _mm512_set1_epi32(-1));
+}
+
 /* Decoding, 64 columns and so four blocks, one for each quarter. Eight words of a block: 0, and its first or its second number. */
 INLINE words of_their_blocks(const uint32_t *four) {
     const __m128i first = _mm_setr_epi16(-1, 0x0100, 0x0100, 0x0302, 0x0100, 0x0302, 0x0100, 0x0302);
