@@ -2,10 +2,11 @@
 receipt that sees a bit."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support.rollout import engines
+from support.rollout import engines, models
 from support.rollout.in_process import Worker, build, same_bits, weights_of
 
 from nemo_fp8 import Precision, PrecisionError
@@ -13,7 +14,10 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.mismatch.weights import compare_weights, told_by
 from nemo_fp8.numerics import kernels, quantize
 from nemo_fp8.rollout import Refit, engine_args
+from nemo_fp8.rollout.refit import SharedWeights
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
+from nemo_fp8.rollout.refit.worker.four_bits import FourBitWeights
+from nemo_fp8.rollout.refit.worker.routes import Route
 
 NVFP4 = Precision(rollout="nvfp4")
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -49,6 +53,67 @@ def test_a_push_leaves_the_bytes_of_a_fresh_start(pushed, checkpoint, kind):
     assert held_bytes == sum(p.nbytes for p in live)
     assert wide == 2 * sum(weights[name].numel() for name in coded)
     assert "3.6 times less than in BF16" in str(receipt)
+
+
+@pytest.mark.parametrize(("kind", "given"), [("llama", dict), ("qwen3_moe", dict), ("qwen3_moe", models.stacked)])
+def test_what_stays_in_shared_memory_is_quantized_from_there(pushed, checkpoint, monkeypatch, kind, given):
+    """With the bytes, the fingerprints and the numbers of a push that gathers; and all is gathered where a part of a
+    matrix was given other memory."""
+    gathered = []
+    gather = FourBitWeights._gather
+
+    def noted(self, *arguments):
+        gathered.append(self.name)
+        gather(self, *arguments)
+
+    monkeypatch.setattr(FourBitWeights, "_gather", noted)
+    model, weights = pushed(kind)
+    worker, weights = Worker(model), given(weights)
+    usual = Refit(worker, chunk=2**20).push(weights, verify=True).require()
+    assert len(gathered) > 8
+    gathered.clear()
+    Refit(worker).push(weights_of(checkpoint(kind)))
+    gathered.clear()
+    shared = SharedWeights(weights)
+    receipt = Refit(worker).push(shared, verify=True).require()
+    assert (gathered, receipt.chunks) == ([], 0)
+    assert receipt.verified
+    assert receipt.held_bytes < usual.held_bytes
+    fresh = dict(build(checkpoint(kind, 1), rollout="nvfp4").named_parameters())
+    held = dict(model.named_parameters())
+    assert all(same_bits(held[name].data.view(-1), value.data.view(-1)) for name, value in fresh.items())
+    assert receipt.tensors == usual.tensors  # fingerprints, and all that is told of a cast
+    name = next(name for name in weights if name.endswith("k_proj.weight"))
+    shared._tensors[name] = weights[name].clone()
+    again = Refit(worker).push(shared, verify=True).require()
+    assert len(gathered) == 3  # q, k and v of one layer
+    assert {t.name: t.fingerprints for t in again.tensors} == {t.name: t.fingerprints for t in usual.tensors}
+
+
+@pytest.mark.parametrize(
+    ("to", "high", "stands"),
+    [
+        (((0, 64), (0, 32)), 1, True),
+        (((5, 64), (0, 32)), 1, True),
+        (((16, 70), (0, 32)), 16, True),
+        (((5, 64), (0, 32)), 16, False),
+        (((0, 60), (0, 32)), 16, False),
+        (((0, 64), (0, 16)), 1, False),
+        (((0, 3), (0, 70), (0, 32)), 1, True),
+        (((2, 3), (0, 35), (0, 32)), 1, True),
+        (((0, 3), (0, 35), (0, 32)), 1, False),
+    ],
+)
+def test_parts_that_share_a_block_or_a_row_of_codes_with_others_are_gathered(to, high, stands):
+    values = torch.zeros([stop - start for start, stop in to])
+    route = Route(0, values.shape, tuple((0, n) for n in values.shape), ((), (), 0), None, to)
+    layer = SimpleNamespace(quant_method=SimpleNamespace(operand=Operand("e2m1", (high, 16), "e4m3")))
+    live = SimpleNamespace(weight=torch.zeros((*(3,) * (len(to) - 2), 70, 16), dtype=torch.uint8))
+    sink = SimpleNamespace(layer=layer, live=live, constants=[(None, [])])
+    assert FourBitWeights._stands_alone(sink, route, values) is stands
+    assert FourBitWeights._stands_alone(sink, route, values[:-1]) is False
+    sink.constants = [(None, [(to, 0.0)])]
+    assert FourBitWeights._stands_alone(sink, route, values) is False
 
 
 def test_the_trainer_computes_the_fingerprints_by_itself(pushed):
@@ -92,8 +157,6 @@ def test_weights_that_are_others_are_named(pushed, kind):
 
 def test_a_push_that_did_not_arrive_is_told(pushed, monkeypatch):
     """A byte that changes between the copy and the end of the push."""
-    from nemo_fp8.rollout.refit.worker.four_bits import FourBitWeights
-
     model, weights = pushed()
     finish = FourBitWeights.finish
 
@@ -139,12 +202,13 @@ HARD = {
 }
 
 
+@pytest.mark.parametrize("given", [dict, SharedWeights])
 @pytest.mark.parametrize(("of", "problems"), HARD.values(), ids=HARD)
-def test_hard_weights_are_held_as_quantized_and_bad_ones_told(pushed, of, problems):
+def test_hard_weights_are_held_as_quantized_and_bad_ones_told(pushed, of, problems, given):
     """A scale beneath that is zero is right where all weights are, and one that is subnormal holds them."""
     model, weights = pushed()
     x = weights[DOWN] = of(weights[DOWN])
-    receipt = Refit(Worker(model)).push(weights, verify=True)
+    receipt = Refit(Worker(model)).push(given(weights), verify=True)
     found = [problem.what for problem in receipt.problems]
     assert [any(what in one and DOWN in one for one in found) for what in problems] == [True] * len(problems)
     assert len(found) == len(problems)

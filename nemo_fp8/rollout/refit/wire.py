@@ -196,7 +196,7 @@ class SharedMemory:
             handle, first = self.weights.handle, 0
         with self._problems():
             moved = [[*about, offset + first] for *about, offset in pieces]
-            self.channel.send({"memory": handle, "pieces": moved})
+            self.channel.send({"memory": handle, "pieces": moved, "stays": not used})
         self.unanswered += 1
 
     def end(self) -> None:

@@ -2,7 +2,8 @@
 
 The FP32 scale beneath the block scales is made of the largest magnitude of all parts of a matrix, on all workers: no
 block can be quantized before the last part has come. So a matrix is gathered in its source dtype, or the experts of a
-layer; then it is quantized as at load, into the memory that the kernel reads. A part has the fingerprint of its rows of
+layer, unless its parts stay where they are, in the trainer's shared memory; then it is quantized as at load, into the
+memory that the kernel reads. A part has the fingerprint of its rows of
 codes and block scales and of the scale beneath, which a trainer can compute:
 :func:`nemo_fp8.rollout.refit.fingerprint.fingerprint` of the three.
 """
@@ -26,7 +27,7 @@ from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Tally
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
-from nemo_fp8.rollout.refit.worker.sinks import Staged, name_of, part_of, rows_of, viewed
+from nemo_fp8.rollout.refit.worker.sinks import Staged, count_rows, name_of, part_of, rows_of, viewed
 
 KIND = "nvfp4"
 
@@ -60,15 +61,48 @@ class FourBitWeights(Staged):
         self.name, self.against_reference = target.parameter, against_reference
         live = layer.quant_method.live(layer, self.name)
         self.live = FourBits(*(tensor.data for tensor in live))
+        self.lead = self.live.weight.shape[:-2]
         self.made: dict[Route, str] = {}
+        self.kept: dict[Route, torch.Tensor] = {}
+        """What stays where it is, and is quantized from there."""
         self.largest: torch.Tensor | None = None
         """The largest magnitude of each matrix so far; None if not all that came was looked at on its way."""
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
+        kept, self.kept = self.kept, {}
+        for other, stayed in kept.items():
+            self._gather(other, 0, stayed)
+        self._gather(route, row, values)
+
+    def write_staying(self, route: Route, row: int, values: torch.Tensor) -> None:
+        """Look at the magnitudes, and leave values where they are until all parts have come; gather them as others if
+        they cannot be quantized by themselves, or not all parts stay."""
+        read = None
+        if self.name not in self.values and self._stands_alone(route, values):
+            read = kernels.sums(as_matrix(values.detach()))
+        if read is None:
+            self.write(route, row, values)
+            return
+        if not self.kept:
+            self.largest = values.new_zeros(self.lead.numel(), dtype=torch.float32)
+        self.kept[route] = values
+        self._see(route.to, read[2])
+
+    def _stands_alone(self, route: Route, values: torch.Tensor) -> bool:
+        """Return whether no block, and no row of codes, is of these values and of others."""
+        *matrices, (start, stop), columns = route.to
+        rows, wide = self.live.weight.shape[-2], 2 * self.live.weight.shape[-1]
+        high = self.layer.quant_method.operand.block[0]
+        whole = values.is_cpu and not self.constants[0][1] and count_rows(values) == rows_of(route)
+        in_one_piece = stop - start == rows or all(last - first == 1 for first, last in matrices)
+        at_blocks = start % high == 0 and (stop % high == 0 or stop == rows)
+        return whole and in_one_piece and at_blocks and columns == (0, wide)
+
+    def _gather(self, route: Route, row: int, values: torch.Tensor) -> None:
         if self.name not in self.values:
             self.values[self.name] = self._empty(self.name)
-            matrices = self.values[self.name].shape[:-2].numel()
-            self.largest = torch.zeros(matrices) if values.is_cpu and not self.constants[0][1] else None
+            on_the_way = values.is_cpu and not self.constants[0][1]
+            self.largest = torch.zeros(self.lead.numel()) if on_the_way else None
         box, rows = part_of(route, row, len(values)), as_matrix(values.detach())
         place = self.values[self.name].data[_slices(box)]
         into = viewed(place, rows.shape)
@@ -76,36 +110,49 @@ class FourBitWeights(Staged):
         if read is None:
             place.copy_(values.reshape(place.shape))
             self.largest = None
-        elif self.largest is not None:
-            _, _, of_rows = read
+        else:
+            self._see(box, read[2])
+
+    def _see(self, box: Box, of_rows: torch.Tensor) -> None:
+        """Note the largest magnitudes of rows that come to a box."""
+        if self.largest is not None:
             seen = self.largest[slice(*_box(box)[0])]
             torch.maximum(seen, of_rows.view(len(seen), -1).amax(1), out=seen)
 
     def complete(self, entry: int) -> None:
         """Note that all rows of a tensor have come; quantize the matrix if it was the last one."""
         self.awaited.discard(entry)
-        if not self.awaited and self.values:
-            weight, method = self.values.pop(self.name).data, self.layer.quant_method
+        if self.awaited or not (self.values or self.kept):
+            return
+        gathered, method = self.values.pop(self.name, None), self.layer.quant_method
+        if gathered is None:
+            parts = [([route], route.to, _in(values, route.to)) for route, values in self.kept.items()]
+        else:
             for _, filled in self.constants:
                 for box, value in filled:
-                    weight[_slices(box)].fill_(value)
-            amax = method.amax(amax_of(weight) if self.largest is None else self.largest.view(weight.shape[:-2]))
-            four_bits(weight, method.operand, amax, self.live)
-            method.follow(self.layer)
-            for route in self.routes:
-                self._count(route, weight)
-            if self.against_reference:
-                good = as_reference(weight, method.operand, amax, self.live)
-                for route in self.routes:
+                    gathered.data[_slices(box)].fill_(value)
+            parts = [(self.routes, tuple((0, n) for n in gathered.shape), _stack(gathered.data))]
+        largest = amax_of(parts[0][2]) if self.largest is None else self.largest
+        amax = method.amax(largest.view(self.lead)).reshape(-1)
+        for routes, box, values in parts:
+            held, of = FourBits(*cut(self.live, box)), amax[slice(*_box(box)[0])]
+            four_bits(values, method.operand, of, held)
+            good = as_reference(values, method.operand, of, held) if self.against_reference else None
+            for route in routes:
+                self._count(route, values if route.to == box else values[_slices(_box(route.to))])
+                if good is not None:
                     self.facts[route.entry].check(good)
-            self.tally.hold(-weight.nbytes)
+        method.follow(self.layer)
+        self.kept.clear()
+        if gathered is not None:
+            self.tally.hold(-gathered.nbytes)
 
-    def _count(self, route: Route, weight: torch.Tensor) -> None:
-        """Add what the quantization did to a route's part to its facts."""
+    def _count(self, route: Route, values: torch.Tensor) -> None:
+        """Add what the quantization did to a route's values, a stack, to its facts."""
         held = FourBits(*cut(self.live, route.to))
         self.made[route] = fingerprint(*held)
         experts = self._experts(route, 0, rows_of(route))
-        of_matrices = totals(_stack(weight)[_slices(_box(route.to))], held)
+        of_matrices = totals(values, held)
         for some in [of_matrices] if experts != ONE else of_matrices[:, None]:
             self.facts[route.entry].count(some, experts)
 
@@ -164,6 +211,11 @@ def cut(held: FourBits, box: Box) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def _stack(tensor: torch.Tensor) -> torch.Tensor:
     """Return a matrix as a stack of one."""
     return tensor if tensor.dim() == 3 else tensor[None]
+
+
+def _in(values: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the values of a box as a stack."""
+    return values.reshape([stop - start for start, stop in _box(box)])
 
 
 def _box(box: Box) -> Box:

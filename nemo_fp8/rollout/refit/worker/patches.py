@@ -180,7 +180,7 @@ class Patching(Session):
         self.lost = False
         """Whether there is no way back."""
 
-    def write(self, memory: Opened, pieces: Any) -> None:
+    def write(self, memory: Opened, pieces: Any, stays: bool = False) -> None:
         """Write pieces of whole tensors (four numbers), and add patches (seven, see ``patch.Patch``).
 
         Raises PrecisionError for a piece that cannot be.
@@ -191,7 +191,7 @@ class Patching(Session):
         whole: list[Any] = []
         for piece in pieces:
             (patches if isinstance(piece, list) and len(piece) == 7 else whole).append(piece)
-        super().write(memory, whole)
+        super().write(memory, whole, stays)
         some = []
         for piece in patches:
             about, size = self._checked_patch(piece)

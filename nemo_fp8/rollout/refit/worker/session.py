@@ -103,8 +103,9 @@ class Session:
         """Whether a push of changes may follow, which has to find out what others wrote in between."""
 
     @torch.no_grad()
-    def write(self, memory: Opened, pieces: Any) -> None:
-        """Write pieces, each (number of the tensor, first row, rows, offset in ``memory``).
+    def write(self, memory: Opened, pieces: Any, stays: bool = False) -> None:
+        """Write pieces, each (number of the tensor, first row, rows, offset in ``memory``). ``stays`` says that nobody
+        writes there before the push ends.
 
         Raises PrecisionError if a piece is not the next one of its tensor, or does not lie in the memory.
         """
@@ -120,7 +121,7 @@ class Session:
                     self.rows[i] += rows
                 else:
                     tensor = memory.read(offset, entry.torch_dtype, (rows, *entry.shape[1:]) if entry.shape else ())
-                    self._bring(i, row, tensor)
+                    self._bring(i, row, tensor, stays)
         finally:
             self._write_small(small)
 
@@ -146,19 +147,23 @@ class Session:
             raise bad_piece(piece, f"{entry.name} cannot be cut there")
         return i, row, rows, offset
 
-    def _bring(self, i: int, row: int, tensor: torch.Tensor) -> None:
+    def _bring(self, i: int, row: int, tensor: torch.Tensor, stays: bool) -> None:
         """Bring rows to where the parameters lie, and write them: some at a time, since a device may have little room
         beside a model and its cache."""
         entry, rows = self.plan.manifest[i], count_rows(tensor)
-        if self.device.type == "cpu" or i in self.plan.whole or tensor.nbytes <= BROUGHT:
+        if self.device.type == "cpu":
+            self.write_rows(i, row, tensor, stays)
+            return
+        if i in self.plan.whole or tensor.nbytes <= BROUGHT:
             self.write_rows(i, row, tensor.to(self.device))
             return
         step = max(1, BROUGHT // entry.row_bytes // entry.step) * entry.step
         for first in range(0, rows, step):
             self.write_rows(i, row + first, tensor[first : first + step].to(self.device))
 
-    def write_rows(self, i: int, row: int, tensor: torch.Tensor) -> None:
-        """Write rows [row, row+n) of tensor ``i`` to every local parameter that holds a part of them.
+    def write_rows(self, i: int, row: int, tensor: torch.Tensor, stays: bool = False) -> None:
+        """Write rows [row, row+n) of tensor ``i`` to every local parameter that holds a part of them; ``stays`` as in
+        ``write``.
 
         The caller has gradients off, once for all of its pieces.
         """
@@ -178,7 +183,8 @@ class Session:
                 (start, stop), *rest = route.source
                 first, last = max(start, row), min(stop, row + rows)
                 if first < last:
-                    sink.write(route, first - start, inside(tensor, ((first - row, last - row), *rest)))
+                    write = sink.write_staying if stays else sink.write
+                    write(route, first - start, inside(tensor, ((first - row, last - row), *rest)))
         if i in self.plan.scales:
             self._write_scales(i, tensor)
         if self.rows[i] == self.plan.manifest[i].rows:
@@ -331,7 +337,7 @@ class NemoFp8Refit:
         line = Line(message.get("socket"), message.get("silence"))
         try:
             for told in line.messages():
-                self._refit_write(session, told)
+                self._refit_write(session, told, told.get("stays") is True)
         except BaseException:
             line.fail()
             raise
@@ -339,9 +345,9 @@ class NemoFp8Refit:
             line.close()
         return {}
 
-    def _refit_write(self, session: Session, message: Answer) -> None:
+    def _refit_write(self, session: Session, message: Answer, stays: bool = False) -> None:
         try:
-            session.write(self._refit_mapped.opened(message.get("memory")), message.get("pieces"))
+            session.write(self._refit_mapped.opened(message.get("memory")), message.get("pieces"), stays)
         finally:
             if session.written:
                 self._refit_mixed = f"push {session.number} has begun and has not ended"

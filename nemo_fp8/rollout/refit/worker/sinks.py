@@ -54,6 +54,10 @@ class Sink:
         """Write ``values``, the rows of the route's source from ``row`` on. They must not be kept by reference."""
         raise NotImplementedError
 
+    def write_staying(self, route: Route, row: int, values: torch.Tensor) -> None:
+        """Do the same for values that stay where they are until the push ends: these may be kept until then."""
+        self.write(route, row, values)
+
     def finish(self) -> None:
         """Write what waited for the end, and complete the facts: all pieces of all routes have come.
 
