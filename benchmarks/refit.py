@@ -16,7 +16,9 @@ two tensors a layer; it is pushed to an engine of its own, in turns with a dense
 changes is one after a step that moves every weight by 3e-6; its goal is to take less time than a push of everything,
 and a tenth of the bytes of all codes, scales and BF16 values. It quantizes in the trainer and compares with what was
 sent, so it has to save more time on the way than that takes: on one host it is measured through shared memory, where
-bytes cost next to nothing, and over HTTP to a server of its own, as to another host.
+bytes cost next to nothing, and over HTTP to a server of its own, as to another host. A push of codes is one of a
+trainer that keeps FP8 weights: codes with their scales, which are there before it begins; its limit is a copy of the
+BF16 values that they stand for.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ SHAPE = {"hidden": 2048, "layers": 4, "intermediate": 6144, "heads": 16, "kv_hea
 EXPERTS = {"hidden": 128, "layers": 48, "intermediate": 512, "heads": 1, "kv_heads": 1, "head_dim": 128, "experts": 128}
 AS_MANY = {"hidden": 2048, "layers": 6, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128}
 CHANGES = "FP8 push of changes"
+CODES = "FP8 push of codes"
 # A format -> the contract and options of its engine; None without our plugin, packed by vLLM.
 FORMATS: dict[str, dict[str, str] | None] = {
     "FP8": {},
@@ -212,6 +215,8 @@ def measure(folder: Path, rounds: int, profile: bool) -> dict[str, Any]:
         reloading[kind] = Race.started(paths[0], profile, arguments)
         reloading[kind].reload(str(paths[0]))
     shared = [SharedWeights(one) for one in tensors]
+    coded = [in_codes(one) for one in tensors]
+    coded_shared = [SharedWeights(one) for one in coded]
     stepped = after_a_step(tensors[0])
     for i in range(rounds):
         copies.append(copy_seconds(size))
@@ -223,6 +228,10 @@ def measure(folder: Path, rounds: int, profile: bool) -> dict[str, Any]:
                 (f"vLLM's own reload, {kind}", other, other.reload, str(paths[i % 2])),
             ):
                 runs.setdefault(what, []).append(engine.measured(do, given))
+        fp8 = racers["FP8"]
+        for what, given in ((CODES, coded), (f"{CODES} from shared memory", coded_shared)):
+            fp8.push(given[(i + 1) % 2])  # plans again, since other tensors were pushed before
+            runs.setdefault(what, []).append(fp8.measured(fp8.push, given[i % 2]))
         racers["FP8"].refit.push(tensors[0], delta=True)  # begins a ledger, since other pushes came between
         runs.setdefault(CHANGES, []).append(racers["FP8"].measured(racers["FP8"].push_changes, stepped))
     changes = racers["FP8"].changes
@@ -258,16 +267,20 @@ def measure_http(folder: Path, rounds: int) -> dict[str, Any]:
     before = read(path)
     after = after_a_step(before)
     served = Served(path, Precision(rollout="fp8"))
-    found: dict[str, list[float]] = {"push": [], "changes": []}
+    coded = in_codes(before)
+    found: dict[str, list[float]] = {"push": [], "changes": [], "codes": []}
     try:
         refit = Refit(served.url, transport="http")
         refit.push(before)
         for _ in range(rounds):
-            for what, tensors, delta in (("push", before, False), ("", before, True), ("changes", after, True)):
+            for what, tensors, delta in (
+                ("codes", coded, False), ("push", before, False), ("", before, True), ("changes", after, True)
+            ):  # fmt: skip
                 start = time.perf_counter()
                 receipt = refit.push(tensors, delta=delta).require()
                 if what:  # else it begins a ledger
                     found[what].append(time.perf_counter() - start)
+        assert receipt.delta is not None
         assert not receipt.delta.instead, receipt.delta.instead
     finally:
         served.stop()
@@ -318,6 +331,18 @@ def after_a_step(tensors: dict[str, Any]) -> dict[str, Any]:
         rest = torch.ldexp(torch.rand(tensor.shape, generator=draws) - 0.5, exponent - 8)
         up = torch.rand(tensor.shape, generator=draws) < 0.5
         found[name] = (tensor.float() + 0.999 * rest + torch.where(up, LR, -LR)).to(tensor.dtype)
+    return found
+
+
+def in_codes(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors as a trainer has them that keeps linears in FP8: codes, with their scales beside them."""
+    from nemo_fp8.contract import Operand
+    from nemo_fp8.numerics import quantize
+
+    found = dict(tensors)
+    for name in [name for name in tensors if "_proj" in name]:
+        made = quantize(tensors[name], Operand("e4m3", (128, 128), "fp32"))
+        found |= {name: made.data, f"{name}_scale_inv": made.scale_inv}
     return found
 
 
@@ -375,6 +400,12 @@ def page(result: dict[str, Any]) -> str:
             "less than 1",
             f"{result['http']['changes'] / result['http']['push']:.2f}",
         ),
+        (f"{CODES} over FP8 push, wall clock", "", f"{best[CODES]['wall'] / fp8['wall']:.2f}"),
+        (
+            f"{CODES} over FP8 push, over HTTP, wall clock",
+            "",
+            f"{result['http']['codes'] / result['http']['push']:.2f}",
+        ),
         (
             f"bytes of all codes, scales and BF16 values, over those of {changes['share']:.2%} that change",
             "at least 10",
@@ -429,7 +460,7 @@ def page(result: dict[str, Any]) -> str:
         for name, one in best.items()
     ]
     out += [f"| a plain copy | {result['copy_seconds']:.3f} | | {size / result['copy_seconds'] / 1e9:.2f} |"]
-    names = {"push": "FP8 push over HTTP", "changes": f"{CHANGES} over HTTP"}
+    names = {"push": "FP8 push over HTTP", "changes": f"{CHANGES} over HTTP", "codes": f"{CODES} over HTTP"}
     out += [
         f"| {name} | {result['http'][what]:.3f} | | {size / result['http'][what] / 1e9:.2f} |"
         for what, name in names.items()

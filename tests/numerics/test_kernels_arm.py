@@ -71,8 +71,9 @@ class Elsewhere:
 
     def nemo_fp8_turn(self, reference) -> None:
         j = reference._obj
-        sizes = {"x": (j.rows - 1) * j.stride + j.cols * j.size}
-        self._run("nemo_fp8_turn", j, sizes | {"to": (j.cols - 1) * j.to_stride + j.rows * j.size})
+        x = (j.parts - 1) * j.part + (j.rows - 1) * j.stride + j.cols * j.size
+        to = (j.parts - 1) * j.to_part + (j.cols - 1) * j.to_stride + j.rows * j.size
+        self._run("nemo_fp8_turn", j, {"x": x, "to": to})
 
     def nemo_fp8_decode(self, reference) -> None:
         j = reference._obj

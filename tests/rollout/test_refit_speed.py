@@ -466,6 +466,45 @@ def test_a_part_of_every_expert_is_written_as_one(scale, layout, verify, monkeyp
 
 @pytest.mark.skipif(build_of_kernels.library() is None, reason="no C compiler on this machine")
 @pytest.mark.parametrize("layout", [ROWS, AMX], ids=["rows", "amx"])
+@pytest.mark.parametrize("experts", [0, 8])
+@pytest.mark.parametrize("rows", [256, 128])
+def test_codes_that_come_are_read_once_and_arranged_by_one_call(layout, experts, rows, monkeypatch):
+    """Of a matrix and of a stack whose rows come whole; a part of every expert takes a call for each. What is told of
+    NaNs and of the largest is that of each expert."""
+    one_piece = rows == 256 or not experts
+    whole = torch.randn(max(1, experts), 256, 192).to(torch.float8_e4m3fn)
+    whole.view(torch.uint8)[0, 3, 5], whole.view(torch.uint8)[-1, 7, 1] = 0xFF, 0x7F
+    whole.view(torch.uint8)[-1, 9, 1] = 0x7F
+    stack = whole if experts else whole[0]
+    box = tuple((0, n) for n in stack.shape)
+    target = Target("layer", "weight", tuple(stack.shape), torch.bfloat16)
+    shape = (*stack.shape[:-2], rows, 192)
+    route = Route(0, shape, tuple((0, n) for n in shape), (shape, (), 0), target, (*box[:-2], (0, rows), box[-1]))
+    codes, scales, tally = torch.zeros_like(whole), torch.full((len(whole), 2, 2), 0.5), Tally()
+    tally.facts[0].experts = experts
+    sink, calls = sinks.Blocks(tally, codes, scales, layout, Operand("e4m3", (128, 128), "fp32"), [route], False), []
+    for name in ("sums", "turn"):
+        one = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *a, _one=one, _n=name, **more: (calls.append(_n), _one(*a, **more))[1]
+        )
+    sink.write(route, 0, stack[..., :rows, :])
+    each = ["sums"] if layout == ROWS else ["sums", "turn"]
+    assert calls == each * (1 if one_piece else experts)
+    sink.finish()
+    assert tally.facts[0].fingerprints.popitem()[1] == sink.read(route)
+    tally.settle()
+    held = torch.stack([layout.load(matrix, 0, rows) for matrix in codes])
+    assert torch.equal(held.view(torch.uint8), whole[:, :rows].contiguous().view(torch.uint8))
+    nan = [1, *(0 for _ in whole[2:]), 2] if experts else [3]
+    largest = (whole[:, :rows].float().abs().amax((1, 2)) / 2).tolist()
+    told = tally.facts[0]
+    assert told.nonfinite == (nan if experts else nan[0])
+    assert told.largest == pytest.approx(largest if experts else largest[0], nan_ok=True)
+
+
+@pytest.mark.skipif(build_of_kernels.library() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize("layout", [ROWS, AMX], ids=["rows", "amx"])
 def test_a_stack_of_experts_is_read_by_one_call(layout, monkeypatch):
     operand, stack = Operand("e4m3", (128, 128), "fp32"), torch.randn(8, 256, 256).bfloat16()
     target, box = Target("experts", "w2_weight", tuple(stack.shape), torch.bfloat16), ((0, 8), (0, 256), (0, 256))

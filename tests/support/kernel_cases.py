@@ -171,4 +171,12 @@ def matrices_turned(dtype):
                 same(into, part.t())
         assert not room[:, :32].any()
         assert not room[:, -32:].any()
+    for parts, rows, columns in ((1, 5, 7), (5, 32, 130), (3, 70, 257), (40, 33, 2048)):
+        stack = torch.randint(0, 256, (parts, rows + 3, columns, dtype.itemsize), dtype=torch.uint8).view(dtype)[..., 0]
+        room = torch.zeros((parts, columns + 1, rows + 64), dtype=dtype)
+        assert kernels.turn(stack[:, 3:], room[:, 1:, 32:-32])
+        same(room[:, 1:, 32:-32], stack[:, 3:].mT)
+        assert not room[:, 0].any()
+        assert not room[..., :32].any()
+        assert not room[..., -32:].any()
     return x

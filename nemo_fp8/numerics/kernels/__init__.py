@@ -241,9 +241,9 @@ def sums(
     """Read a matrix once: sum its bytes, as 64-bit words, by row and by column, and copy it ``into`` memory, if given.
 
     Returns the wrapping sums (int64; a row's last word is filled up with zeros) and the largest magnitude of each row
-    of BF16, FP16 or FP32 values in FP32, NaN if one is NaN (zeros without ``magnitudes``); None if there is no kernel,
-    and then nothing was copied. Only CPUs have one. ``into`` has the shape, dtype and device of ``x`` and must not
-    overlap it.
+    of BF16, FP16, FP32 or E4M3 values in FP32, NaN if one is NaN (zeros without ``magnitudes``); None if there is no
+    kernel, and then nothing was copied. Only CPUs have one. ``into`` has the shape, dtype and device of ``x`` and must
+    not overlap it.
     """
     fits = into is None or (into.shape == x.shape and into.dtype == x.dtype and into.device == x.device)
     if x.device.type != "cpu" or not fits:
@@ -263,8 +263,9 @@ def sums_of_amx(codes: torch.Tensor, columns: tuple[int, int]) -> tuple[torch.Te
 
 
 def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
-    """Write a matrix of bytes or 16-bit values ``into`` memory of its columns, as rows; return whether there is a
-    kernel for both, and then it is done. Raises ValueError if ``into`` has another shape or dtype."""
+    """Write a matrix of bytes or 16-bit values, or each of a stack, ``into`` memory of its columns, as rows; return
+    whether there is a kernel for both, and then it is done. Raises ValueError if ``into`` has another shape or
+    dtype."""
     device = _device(x) if into.device == x.device else None
     return device is not None and device.turn(x, into)
 

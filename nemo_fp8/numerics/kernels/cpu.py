@@ -25,7 +25,7 @@ STRIP = 2048
 WHOLE = (128, STRIP)  # the tiles into which a whole tensor is cut; any will do, since all of them have one scale
 BF16, FP16, FP32, PAIR = range(4)
 SOURCES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
-MAGNITUDES = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2}
+MAGNITUDES = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 GIVEN = 0
 SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("deepgemm", "pow2"): 4, ("te", "e8m0"): 5}
 WIDEST_GROUP = 64  # columns of a product that are multiplied at once
@@ -103,7 +103,7 @@ class _TurnJob(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "to", "parallel")),
-        *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "to_stride")),
+        *((name, ctypes.c_int64) for name in ("parts", "rows", "cols", "part", "stride", "to_part", "to_stride")),
         *((name, ctypes.c_int32) for name in ("size", "threads")),
         ("next", ctypes.c_int64),
     )
@@ -341,19 +341,20 @@ def accumulate(
 
 
 def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
-    """Write a matrix of bytes or 16-bit values, turned, as `fp8_turn.c` does.
+    """Write a matrix of bytes or 16-bit values, turned, or each of a stack, as `fp8_turn.c` does.
 
     Return False, and write nothing, where there is no kernel for it. Raises ValueError if shapes or dtypes do not fit.
     """
-    library = build.library()
-    if library is None or x.itemsize not in (1, 2) or not all(has_rows(matrix) for matrix in (x, into)):
+    library, size = build.library(), x.itemsize
+    if into.shape != x.mT.shape or into.dtype != x.dtype:
+        raise ValueError(f"{tuple(x.shape)} of {x.dtype} turned into memory of {tuple(into.shape)} of {into.dtype}.")
+    stack, turned = (one if one.dim() == 3 else one[None] for one in (x, into))
+    if library is None or size not in (1, 2) or not all(has_rows(one[0]) for one in (stack, turned)):
         return False
-    rows, cols = x.shape
-    if into.shape != (cols, rows) or into.dtype != x.dtype:
-        raise ValueError(f"{rows}x{cols} of {x.dtype} turned into memory of {tuple(into.shape)} of {into.dtype}.")
+    (parts, rows, cols), (part, stride, _), (to_part, to_stride, _) = stack.shape, stack.stride(), turned.stride()
     job = _TurnJob(
-        x.data_ptr(), into.data_ptr(), parallel(), rows, cols, x.stride(0) * x.itemsize, into.stride(0) * x.itemsize,
-        x.itemsize, threads(x),
+        x=x.data_ptr(), to=into.data_ptr(), parallel=parallel(), parts=parts, rows=rows, cols=cols, part=part * size,
+        stride=stride * size, to_part=to_part * size, to_stride=to_stride * size, size=size, threads=threads(x),
     )  # fmt: skip
     library.nemo_fp8_turn(ctypes.byref(job))
     return True

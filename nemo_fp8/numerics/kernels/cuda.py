@@ -124,7 +124,7 @@ def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
 
     Raises ValueError if shapes or dtypes do not fit.
     """
-    has_rows = x.stride(1) == into.stride(1) == 1
+    has_rows = x.dim() == 2 and x.stride(1) == into.stride(1) == 1
     if x.itemsize not in TURNED or x.numel() == 0 or not has_rows or not available():
         return False
     if into.shape != x.shape[::-1] or into.dtype != x.dtype:

@@ -19,7 +19,12 @@ enum { UNIT = 1 << 18 /* bytes that a thread takes at a time */ };
                                                                         : sum_rows(j, row, ROWS, columns, 0, M, NOWHERE))
 #define ROWS_OF(M) (rows == ABREAST ? SOME(ABREAST, M) : SOME(1, M))
 static void some_rows(const sums_job *j, int64_t row, int rows, uint64_t *columns, enum copying copies) {
-    j->magnitudes == OF_HALVES ? ROWS_OF(OF_HALVES) : j->magnitudes == OF_SINGLES ? ROWS_OF(OF_SINGLES) : ROWS_OF(NO_MAGNITUDES);
+    switch (j->magnitudes) {
+    case OF_HALVES: ROWS_OF(OF_HALVES); break;
+    case OF_SINGLES: ROWS_OF(OF_SINGLES); break;
+    case OF_BYTES: ROWS_OF(OF_BYTES); break;
+    default: ROWS_OF(NO_MAGNITUDES);
+    }
 }
 
 static void sum_groups(sums_job *j, uint64_t *columns) {

@@ -8,7 +8,7 @@
 #include "fp8.h"
 
 enum { ABREAST = 4 };
-enum { NO_MAGNITUDES, OF_HALVES /* BF16 or FP16 */, OF_SINGLES };
+enum { NO_MAGNITUDES, OF_HALVES /* BF16 or FP16 */, OF_SINGLES, OF_BYTES /* E4M3 */ };
 enum copying { NOWHERE, CACHED, STREAMED };
 
 typedef struct sums_job {
@@ -27,8 +27,8 @@ INLINE uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 INLINE uint32_t highest_in(uint64_t word, int magnitudes) {
     if (magnitudes == OF_SINGLES) return higher((uint32_t)word & 0x7fffffff, (uint32_t)(word >> 32) & 0x7fffffff);
-    uint32_t top = 0;
-    for (int i = 0; i < 64; i += 16) top = higher(top, (uint32_t)(word >> i) & 0x7fff);
+    uint32_t top = 0, bits_of_each = magnitudes == OF_BYTES ? 8 : 16, kept = magnitudes == OF_BYTES ? 0x7f : 0x7fff;
+    for (uint32_t i = 0; i < 64; i += bits_of_each) top = higher(top, (uint32_t)(word >> i) & kept);
     return top;
 }
 
@@ -42,7 +42,7 @@ INLINE void sum_rows(const sums_job *j, int64_t row, int rows, uint64_t *restric
     int64_t at = 0;
 #ifdef BLOCK
     enum { LANES64 = BLOCK / 8 };
-    const words kept = magnitudes == OF_SINGLES ? V(set1_epi32)(0x7fffffff) : V(set1_epi16)(0x7fff);
+    const words kept = magnitudes == OF_SINGLES ? V(set1_epi32)(0x7fffffff) : V(set1_epi16)(magnitudes == OF_BYTES ? 0x7f7f : 0x7fff);
     words of_row[ABREAST], tops[ABREAST];
     for (int r = 0; r < rows; r++) of_row[r] = tops[r] = V_BITS(setzero)();
     for (; at + BLOCK <= j->bytes; at += BLOCK) {
@@ -55,6 +55,7 @@ INLINE void sum_rows(const sums_job *j, int64_t row, int rows, uint64_t *restric
             of_row[r] = V(add_epi64)(of_row[r], w), of_column = V(add_epi64)(of_column, w);
             if (magnitudes == OF_HALVES) tops[r] = V(max_epu16)(tops[r], V_BITS(and)(w, kept));
             else if (magnitudes == OF_SINGLES) tops[r] = V(max_epu32)(tops[r], V_BITS(and)(w, kept));
+            else if (magnitudes == OF_BYTES) tops[r] = V(max_epu8)(tops[r], V_BITS(and)(w, kept));
         }
         V_BITS(storeu)(column, of_column);
     }

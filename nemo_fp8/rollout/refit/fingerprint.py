@@ -24,6 +24,7 @@ DIGITS = 16
 MANY, PARTS = 4096, 16
 """From ``MANY`` sums of rows on, ``PARTS`` sums are added to one before they are hashed, which takes longer."""
 MAGNITUDES = (torch.bfloat16, torch.float16, torch.float32)
+CODES = torch.float8_e4m3fn
 
 
 class Fingerprint:
@@ -44,8 +45,8 @@ class Fingerprint:
         """Add the next rows, copy them ``into`` memory of their shape and dtype, if given, and return the rows' largest
         magnitudes.
 
-        These are those of BF16, FP16 or FP32 values, in FP32 (NaN if one is), and say nothing of other types. On a CPU
-        one pass over memory does all three.
+        These are those of BF16, FP16, FP32 or E4M3 values, in FP32 (NaN if one is), and say nothing of other types. On
+        a CPU one pass over memory does all three.
         """
         matrix = as_matrix(rows.detach())
         to = None if into is None else as_matrix(into)
@@ -118,6 +119,8 @@ def _sums(matrix: torch.Tensor, magnitudes: bool = True) -> tuple[torch.Tensor, 
     if magnitudes and matrix.dtype in MAGNITUDES:
         low, high = torch.aminmax(matrix, dim=1)
         largest = torch.maximum(-low, high).float()
+    elif magnitudes and matrix.dtype == CODES:
+        largest = (matrix.view(torch.uint8) & 0x7F).amax(1).view(CODES).float()
     return words.sum(1), words.sum(0), largest
 
 

@@ -2,10 +2,9 @@
 
 The FP32 scale beneath the block scales is made of the largest magnitude of all parts of a matrix, on all workers: no
 block can be quantized before the last part has come. So a matrix is gathered in its source dtype, or the experts of a
-layer, unless its parts stay where they are, in the trainer's shared memory; then it is quantized as at load, into the
-memory that the kernel reads. A part has the fingerprint of its rows of
-codes and block scales and of the scale beneath, which a trainer can compute:
-:func:`nemo_fp8.rollout.refit.fingerprint.fingerprint` of the three.
+layer, unless its parts stay where they are, in the trainer's shared memory. Then it is quantized as at load, into the
+memory that the kernel reads. A part has the fingerprint of its rows of codes and block scales and of the scale beneath,
+which a trainer can compute: :func:`nemo_fp8.rollout.refit.fingerprint.fingerprint` of the three.
 """
 
 from __future__ import annotations

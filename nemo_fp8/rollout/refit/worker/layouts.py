@@ -69,16 +69,16 @@ def _in_groups(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _store_amx(live: torch.Tensor, row: int, codes: torch.Tensor) -> None:
-    for rows, lines in zip(_in_groups(codes), _pairs(live, row, len(codes)), strict=True):
-        if not kernels.turn(rows, lines):
-            lines.copy_(rows.t())
+    rows, lines = _in_groups(codes), _pairs(live, row, len(codes))
+    if not kernels.turn(rows, lines):
+        lines.copy_(rows.mT)
 
 
 def _load_amx(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
     codes = live.new_empty(rows, live.shape[1])
-    for lines, into in zip(_pairs(live, row, rows), _in_groups(codes), strict=True):
-        if not kernels.turn(lines, into):
-            into.copy_(lines.t())
+    lines, into = _pairs(live, row, rows), _in_groups(codes)
+    if not kernels.turn(lines, into):
+        into.copy_(lines.mT)
     return codes
 
 
@@ -184,7 +184,7 @@ class Facts:
 
     def see_codes(self, largest: torch.Tensor, scales: torch.Tensor, at: slice = ONE) -> None:
         """Note an upper bound for codes that came with scales: the largest code times the largest scale."""
-        self.see(largest.float() * _each(_decoded(scales), at).amax(1), at)
+        self.see(largest * _each(_decoded(scales), at).amax(1), at)
 
     def count_nonfinite(self, values: torch.Tensor, at: slice = ONE) -> None:
         """Count infinite values and NaNs, after ``see``.

@@ -323,8 +323,8 @@ class NemoFp8Refit:
 
     @answering
     def nemo_fp8_refit_write(self, message: Answer) -> Answer:
-        """Write pieces of tensors that lie in shared memory."""
-        self._refit_write(self._refit_open(message), message)
+        """Write pieces of tensors that lie in shared memory, which ends with the call."""
+        self._refit_write(self._refit_open(message), message | {"stays": False})
         return {}
 
     @answering
@@ -337,7 +337,7 @@ class NemoFp8Refit:
         line = Line(message.get("socket"), message.get("silence"))
         try:
             for told in line.messages():
-                self._refit_write(session, told, told.get("stays") is True)
+                self._refit_write(session, told)
         except BaseException:
             line.fail()
             raise
@@ -345,9 +345,10 @@ class NemoFp8Refit:
             line.close()
         return {}
 
-    def _refit_write(self, session: Session, message: Answer, stays: bool = False) -> None:
+    def _refit_write(self, session: Session, message: Answer) -> None:
+        memory, stays = self._refit_mapped.opened(message.get("memory")), message.get("stays") is True
         try:
-            session.write(self._refit_mapped.opened(message.get("memory")), message.get("pieces"), stays)
+            session.write(memory, message.get("pieces"), stays)
         finally:
             if session.written:
                 self._refit_mixed = f"push {session.number} has begun and has not ended"

@@ -173,7 +173,7 @@ class Blocks(Sink):
         }
         self.scratch: torch.Tensor | None = None
         self.largest_code: dict[Route, torch.Tensor] = {}
-        """The bits of the largest code without its sign, for codes that came with scales."""
+        """The largest magnitude of codes that came with scales, of each expert."""
 
     def _matrices(self, route: Route) -> range:
         """Return the numbers of the matrices (experts) that a route leads to; 0 where there is only one."""
@@ -217,23 +217,34 @@ class Blocks(Sink):
             if row + rows == rows_of(route):
                 self.prints[route].close()  # the sums of the next tensor have its memory
             return
+        if values.dtype == self.codes.dtype:
+            self._take_codes(route, matrices, start, stack, at)
+            return
         for m, matrix in zip(matrices, stack, strict=True):
             one = at if at == ONE else slice(at.start + m - matrices.start, at.start + m - matrices.start + 1)
             if m in self.straddling:
                 self._gather(m, to, matrix)
-            elif values.dtype == self.codes.dtype:
-                self.layout.store(self.codes[m], start, matrix)
-                self.prints[route].add(matrix)
-                self.facts[route.entry].count_nan_codes(matrix, one)
-                self._see_code((matrix.view(torch.uint8) & 0x7F).amax(), route, one)
             else:
                 self._quantize(route, range(m, m + 1), start, matrix[None], one)
 
-    def _see_code(self, largest: torch.Tensor, route: Route, at: slice) -> None:
-        seen = self.largest_code.get(route)
-        if seen is None:
-            seen = self.largest_code[route] = largest.new_zeros(max(1, self.facts[route.entry].experts))
-        seen[at] = torch.maximum(seen[at], largest)
+    def _take_codes(self, route: Route, matrices: range, row: int, codes: torch.Tensor, at: slice) -> None:
+        """Write codes that came with scales, [matrices, rows, columns], from ``row`` on: all as one matrix if they lie
+        like that. They are read once for a layout in plain order, and once more for any other."""
+        live, _ = self._live(matrices, row, codes.shape[1])
+        if live is None:
+            for i, m in enumerate(matrices):
+                one = at if at == ONE else slice(at.start + i, at.start + i + 1)
+                self._take_codes(route, range(m, m + 1), row, codes[i : i + 1], one)
+            return
+        flat, facts = codes.reshape(-1, codes.shape[2]), self.facts[route.entry]
+        magnitudes = self.prints[route].copy(flat, live if self.layout.plain else None)
+        if not self.layout.plain:
+            self.layout.store(live, 0, flat)
+        if not flat.is_cpu:  # a CPU looks in the end whether there are any; to ask a GPU would be slower than to count
+            facts.count_nan_codes(flat, at)
+        largest = magnitudes.view(at.stop - at.start, -1).amax(1)
+        seen = self.largest_code.setdefault(route, largest.new_zeros(max(1, facts.experts)))
+        torch.maximum(seen[at], largest, out=seen[at])
 
     def write_scales(self, route: Route, to: Box, scales: torch.Tensor) -> None:
         """Write scales that came with codes. ``route`` is that of the codes; ``to`` is in units of blocks."""
@@ -399,7 +410,16 @@ class Blocks(Sink):
             at = self._experts(route, 0, rows_of(route))
             facts.count_scales(scales, self.operand.scale, at)
             if route in self.largest_code:
-                facts.see_codes(self.largest_code[route][at].view(self.codes.dtype), scales, at)
+                largest = self.largest_code[route][at]
+                facts.see_codes(largest, scales, at)
+                if largest.is_cpu and largest.isnan().any():
+                    facts.count_nan_codes(self._codes_of(route), at)
+
+    def _codes_of(self, route: Route) -> torch.Tensor:
+        """Return the live codes of a route's part in plain order, as a stack."""
+        (start, stop), (left, right) = route.to[-2:]
+        matrices = [self._read(self.codes[m], start, stop)[:, left:right] for m in self._matrices(route)]
+        return torch.stack([matrix.view(torch.uint8) for matrix in matrices])
 
     def scales_of(self, route: Route) -> torch.Tensor:
         """Return the live scales of all blocks that a route touches."""

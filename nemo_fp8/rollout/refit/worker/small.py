@@ -139,7 +139,7 @@ def _part(route: Route, manifest: Manifest) -> torch.Tensor | None:
     """Return the part of a tensor that a route takes, as a matrix without memory; None if it has no rows, or is
     large."""
     entry = manifest[route.entry]
-    if not route.source or route.made is not None or entry.torch_dtype not in MAGNITUDES:
+    if not route.source or route.made is not None or entry.is_codes or entry.torch_dtype not in MAGNITUDES:
         return None
     part = inside(torch.empty(entry.shape, dtype=entry.torch_dtype, device="meta"), route.source)
     if not 0 < part.nbytes <= BYTES_FOR_THREADS or not (part.dim() < 3 or part.is_contiguous()):
