@@ -74,8 +74,8 @@ class FourBitWeights(Staged):
         self._gather(route, row, values)
 
     def write_staying(self, route: Route, row: int, values: torch.Tensor) -> None:
-        """Look at the magnitudes, and leave values where they are until all parts have come; gather them as others if
-        they cannot be quantized by themselves, or not all parts stay."""
+        """Note the magnitudes, and leave values where they are until all parts have come; gather them as others if they
+        cannot be quantized by themselves, or not all parts stay."""
         read = None
         if self.name not in self.values and self._stands_alone(route, values):
             read = kernels.sums(as_matrix(values.detach()))
