@@ -14,10 +14,12 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.mismatch.weights import compare_weights, told_by
 from nemo_fp8.numerics import kernels, quantize
 from nemo_fp8.rollout import Refit, engine_args
-from nemo_fp8.rollout.refit import SharedWeights
+from nemo_fp8.rollout.refit import Manifest, SharedWeights
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
+from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.worker.four_bits import FourBitWeights
 from nemo_fp8.rollout.refit.worker.routes import Route
+from nemo_fp8.rollout.refit.worker.session import Session
 
 NVFP4 = Precision(rollout="nvfp4")
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -88,6 +90,20 @@ def test_what_stays_in_shared_memory_is_quantized_from_there(pushed, checkpoint,
     again = Refit(worker).push(shared, verify=True).require()
     assert len(gathered) == 3  # q, k and v of one layer
     assert {t.name: t.fingerprints for t in again.tensors} == {t.name: t.fingerprints for t in usual.tensors}
+
+
+def test_memory_that_ends_with_a_call_is_not_kept_whatever_the_message_says(pushed, monkeypatch):
+    """A server hands a request's body on in memory of its own, with what else the request said."""
+    model, weights = pushed()
+    worker, said = Worker(model), []
+    monkeypatch.setattr(Session, "write", lambda self, memory, pieces, stays=False: said.append(stays))
+    begun = worker.nemo_fp8_refit_begin({"push": "one", "tensors": Manifest.of(weights).to_plain()})
+    assert begun["accepted"]
+    shared = Shared(64)
+    message = {"push": "one", "memory": shared.handle, "pieces": [], "stays": True}
+    assert "problems" not in worker.nemo_fp8_refit_write(message)
+    shared.close()
+    assert said == [False]
 
 
 @pytest.mark.parametrize(

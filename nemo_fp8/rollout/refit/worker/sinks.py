@@ -212,13 +212,13 @@ class Blocks(Sink):
         (start, stop), (left, right) = to[-2:]
         stack = values.reshape(len(matrices), stop - start, right - left)
         at = self._experts(route, row, rows)
-        if values.dtype != self.codes.dtype and not self.straddling:
+        if values.dtype == self.codes.dtype:
+            self._take_codes(route, matrices, start, stack, at)
+            return
+        if not self.straddling:
             self._quantize(route, matrices, start, stack, at)
             if row + rows == rows_of(route):
                 self.prints[route].close()  # the sums of the next tensor have its memory
-            return
-        if values.dtype == self.codes.dtype:
-            self._take_codes(route, matrices, start, stack, at)
             return
         for m, matrix in zip(matrices, stack, strict=True):
             one = at if at == ONE else slice(at.start + m - matrices.start, at.start + m - matrices.start + 1)
