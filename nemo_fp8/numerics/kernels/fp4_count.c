@@ -170,13 +170,13 @@ static sums4 sums_of_vectors(const uint16_t *x, const uint8_t *codes, int64_t n,
         signal = V(fmadd_ps)(there, s, signal), noise = V(fmadd_ps)(lost, s, noise);
     }
     float signals[LANES], noises[LANES];
-    uint32_t counts[LANES], tops[LANES], aboves[LANES];
+    uint32_t counts[LANES], tops[LANES], highs[LANES];
     V(storeu_ps)(signals, signal), V(storeu_ps)(noises, noise);
-    V_BITS(storeu)((words *)counts, underflow), V_BITS(storeu)((words *)tops, top), V_BITS(storeu)((words *)aboves, above);
+    V_BITS(storeu)((words *)counts, underflow), V_BITS(storeu)((words *)tops, top), V_BITS(storeu)((words *)highs, above);
     sums4 sum = {0};
     for (int i = 0; i < LANES; i++) {
         sum.signal += signals[i], sum.noise += noises[i], sum.underflow += counts[i];
-        sum.top = tops[i] > sum.top ? tops[i] : sum.top, sum.above = aboves[i] > sum.above ? aboves[i] : sum.above;
+        sum.top = tops[i] > sum.top ? tops[i] : sum.top, sum.above = highs[i] > sum.above ? highs[i] : sum.above;
     }
     return sum;
 }
