@@ -90,6 +90,51 @@ def test_codes_are_left_in_the_order_of_amx(isa, monkeypatch):
                 assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("isa", ["native", "avx2", "plain"])
+@pytest.mark.parametrize("shape", [(32, 2), (96, 130), (64, 2062), (4096, 2048), (2048, 2304)], ids=str)
+def test_codes_that_are_copied_into_the_order_of_amx_are_read_once(isa, shape, monkeypatch):
+    """With the sums and magnitudes of a plain copy, from rows that lie apart, and past the caches."""
+    build_for(isa, monkeypatch)
+    codes = torch.randint(0, 256, (shape[0], shape[1] + 6), dtype=torch.uint8).view(torch.float8_e4m3fn)[:, : shape[1]]
+    plain, turned = (torch.zeros(shape, dtype=codes.dtype) for _ in range(2))
+    wanted, found = kernels.sums(codes, plain), kernels.sums(codes, turned, order=Order.AMX)
+    same(turned, for_amx(plain))
+    for one, other in zip(found, wanted, strict=True):
+        same(one, other)
+
+
+def test_what_cannot_be_copied_into_the_order_of_amx_is_left_to_the_caller():
+    def done(shape, dtype=torch.uint8, into=None):
+        x = torch.zeros(shape, dtype=dtype)
+        return kernels.sums(x, torch.ones_like(x) if into is None else into, order=Order.AMX)
+
+    assert done((64, 64)) is not None
+    assert done((48, 64)) is None
+    assert done((64, 63)) is None
+    assert done((64, 64), torch.bfloat16) is None
+    apart = torch.ones(64, 128, dtype=torch.uint8)[:, :64]
+    assert done((64, 64), into=apart) is None
+    assert bool((apart == 1).all())
+    assert kernels.sums(apart, order=Order.AMX) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_a_cast_takes_no_more_threads_than_it_is_given(threads, monkeypatch):
+    """And leaves the same, whoever else computes meanwhile."""
+    from nemo_fp8.numerics.kernels import cpu
+
+    teams, job = [], cpu._job
+    monkeypatch.setattr(cpu, "_job", lambda *a, **more: (made := job(*a, **more), teams.append(made.threads))[0])
+    x = values((1024, 4096), torch.bfloat16, 3, "gaussian")
+    out, wanted = room_for(x.shape, (128, 128), "fp32"), room_for(x.shape, (128, 128), "fp32")
+    found = kernels.quantize_summed(x, (128, 128), "e4m3", "fp32", out, 2, threads=threads)
+    expected = kernels.quantize_summed(x, (128, 128), "e4m3", "fp32", wanted, 2)
+    assert teams == [threads or torch.get_num_threads(), torch.get_num_threads()]
+    same(out[0], wanted[0])
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), columns=st.sampled_from([2, 8, 30, 64, 130, 1024]), groups=st.integers(1, 9))
 def test_sums_of_codes_for_amx_are_those_of_the_plain_order(data, columns, groups):

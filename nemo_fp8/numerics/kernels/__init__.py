@@ -13,7 +13,7 @@
     total_fp4(x, codes, scales, beneath, saturates_above)
                                                     ->  totals of every matrix of a stack
     amax(x)                                         ->  the largest magnitude
-    sums(x, into)                                   ->  sums of rows and of columns, largest magnitudes
+    sums(x, into, magnitudes, order)                ->  sums of rows and of columns, largest magnitudes
     sums_of_amx(codes, columns)                     ->  sums of rows and of columns of codes that AMX multiplies
 
 Each returns None if it has no kernel for the device, dtype or tile, and the caller computes in torch. Their codes and
@@ -102,9 +102,11 @@ def quantize_summed(
     out: Out,
     parts: int = 1,
     order: Order = Order.ROWS,
+    threads: int | None = None,
 ) -> Summed | None:
     """Quantize a matrix into codes and scales; return what that did to each of ``parts`` equal parts of its rows, and
-    the sums of the codes, or None if there is no kernel. Only CPUs have one. ``order`` is how the codes shall lie.
+    the sums of the codes, or None if there is no kernel. Only CPUs have one. ``order`` is how the codes shall lie;
+    ``threads`` is how many work, None for as many as torch has.
 
     A matrix is read once and its codes are written once, where statistics and :func:`sums` after the cast read the
     codes again, and keep numbers of every tile until somebody adds them up. Parts end where tiles end. Raises
@@ -113,7 +115,9 @@ def quantize_summed(
     if x.device.type != "cpu":
         return None
     check_out(out, x, tile, format_of(element_format).dtype, scale_kind)
-    found: Summed | None = _module("cpu").quantize_summed(x, tile, element_format, scale_kind, out, parts, order)
+    found: Summed | None = _module("cpu").quantize_summed(
+        x, tile, element_format, scale_kind, out, parts, order, threads
+    )
     return found
 
 
@@ -236,9 +240,10 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def sums(
-    x: torch.Tensor, into: torch.Tensor | None = None, magnitudes: bool = True
+    x: torch.Tensor, into: torch.Tensor | None = None, magnitudes: bool = True, order: Order = Order.ROWS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Read a matrix once: sum its bytes, as 64-bit words, by row and by column, and copy it ``into`` memory, if given.
+    """Read a matrix once: sum its bytes, as 64-bit words, by row and by column, and copy it ``into`` memory, if given,
+    where it shall lie in this ``order``.
 
     Returns the wrapping sums (int64; a row's last word is filled up with zeros) and the largest magnitude of each row
     of BF16, FP16, FP32 or E4M3 values in FP32, NaN if one is NaN (zeros without ``magnitudes``); None if there is no
@@ -249,7 +254,7 @@ def sums(
     if x.device.type != "cpu" or not fits:
         return None
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    found = _module("cpu").sums(x, into, magnitudes)
+    found = _module("cpu").sums(x, into, magnitudes, order)
     return found
 
 

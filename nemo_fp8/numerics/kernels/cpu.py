@@ -158,7 +158,14 @@ def quantize(
 
 
 def quantize_summed(
-    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, out: Out, parts: int, order: Order
+    x: torch.Tensor,
+    tile: tuple[int, int],
+    element_format: str,
+    scale_kind: str,
+    out: Out,
+    parts: int,
+    order: Order,
+    team: int | None,
 ) -> Summed | None:
     """Do what :func:`quantize` does, into memory that fits, and sum up what it did; None if there is no kernel for it.
 
@@ -181,7 +188,7 @@ def quantize_summed(
     _run(
         library, x, tile, format_of(element_format), codes, scaling=scaling, scale_inv=scale_inv,
         scale_stride=scale_inv.stride(0), scale_if_tiny=torch.finfo(x.dtype).max, totals=of_parts, of_rows=of_rows,
-        of_columns=of_columns, rows_of_total=rows // parts, order=order,
+        of_columns=of_columns, rows_of_total=rows // parts, order=order, threads=team or threads(x),
     )  # fmt: skip
     return Summed(of_parts.view(torch.float64).view(parts, len(TOTALS)), of_rows, of_columns)
 
@@ -361,9 +368,10 @@ def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
 
 
 def sums(
-    x: torch.Tensor, into: torch.Tensor | None, magnitudes: bool
+    x: torch.Tensor, into: torch.Tensor | None, magnitudes: bool, order: Order = Order.ROWS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Sum a matrix's 64-bit words by row and by column as `fp8_sums.c` says, copy it, and find largest magnitudes.
+    """Sum a matrix's 64-bit words by row and by column as `fp8_sums.c` says, copy it in an order, and find largest
+    magnitudes.
 
     Return both sums and the largest magnitude of each row; None, and copy nothing, where there is no kernel for it.
     Raises MemoryError if there is none for the threads' sums.
@@ -371,13 +379,15 @@ def sums(
     library = build.library()
     if library is None or x.numel() == 0 or not all(has_rows(m) for m in (x, into) if m is not None):
         return None
+    if order != Order.ROWS and (into is None or into.itemsize > 1 or not _can_lie(into, (GROUP, 1), order)):
+        return None
     height, width = x.shape[0], x.shape[1] * x.itemsize
     rows, columns = torch.empty(height, dtype=torch.int64), torch.zeros(-(-width // 8), dtype=torch.int64)
     kind = MAGNITUDES.get(x.dtype, 0) if magnitudes else 0
     largest = torch.empty(height, dtype=torch.int32) if kind else torch.zeros(height)
     job = sums_job(
         x, into, kind, of_rows=rows.data_ptr(), of_columns=columns.data_ptr(), largest=largest.data_ptr(),
-        threads=1 if x.nbytes <= BYTES_FOR_THREADS else threads(x), parallel=parallel(),
+        threads=1 if x.nbytes <= BYTES_FOR_THREADS else threads(x), parallel=parallel(), order=order,
     )  # fmt: skip
     if not library.nemo_fp8_sums(ctypes.byref(job)):
         raise MemoryError("no memory for the sums of a matrix's columns")
@@ -475,11 +485,12 @@ def _job(
             "codes": codes,
             "codes_stride": matrix.shape[1] if codes.is_contiguous() else rows_of(codes, "codes").stride(0),
         }
+    more.setdefault("threads", threads(matrix))
     return CastJob(
         x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0],
         tile_cols=tile[1],
         source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,
-        count_bytes=_counter(tile).itemsize, threads=threads(matrix), parallel=parallel(), format_max=format.max,
+        count_bytes=_counter(tile).itemsize, parallel=parallel(), format_max=format.max,
         saturates_above=format.saturates_above,
         **{name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in more.items()},
     )  # fmt: skip

@@ -32,6 +32,16 @@ static void sum_groups(sums_job *j, uint64_t *columns) {
         sum_group(j->x + row * j->stride, j->bytes, 0, least_of(OF_GROUP, j->rows - row), j->of_rows + row, columns, 0);
 }
 
+/* A group is turned while its rows, which were just summed up, lie in a cache of this core. */
+static void turn_groups(sums_job *j, uint64_t *columns) {
+    const int streams = large(j->rows * j->bytes) && ((uintptr_t)j->to & 63) == 0;
+    for (int64_t row; (row = atomic_fetch_add(&j->next, OF_GROUP)) < j->rows;) {
+        for (int r = 0; r < OF_GROUP; r += ABREAST) some_rows(j, row + r, ABREAST, columns, NOWHERE);
+        turn_group(j->x + row * j->stride, j->stride, j->bytes, j->to + row * j->bytes, streams);
+    }
+    if (streams) streamed();
+}
+
 static void sum_all(sums_job *j, uint64_t *columns) {
     int64_t unit = (UNIT / j->bytes + ABREAST) / ABREAST * ABREAST;
     enum copying copies = j->to ? CACHED : NOWHERE;
@@ -51,7 +61,8 @@ static void work_sums(void *argument) {
     int64_t wide = (j->bytes + 7) / 8;
     uint64_t *columns = calloc((size_t)wide, 8);
     if (!columns) { atomic_store(&j->failed, 1); return; }
-    if (j->order == FOR_AMX) sum_groups(j, columns);
+    if (j->order == FOR_AMX && j->to) turn_groups(j, columns);
+    else if (j->order == FOR_AMX) sum_groups(j, columns);
     else sum_all(j, columns);
     for (int64_t i = 0; i < wide; i++) __atomic_fetch_add(j->of_columns + i, (int64_t)columns[i], __ATOMIC_RELAXED);
     free(columns);

@@ -20,7 +20,9 @@ typedef struct sums_job {
     int64_t rows, bytes, stride, to_stride;
     int32_t magnitudes, threads;
     _Atomic int64_t next, failed;
-    int64_t order; /* of FOR_AMX rows (fp8_amx.h), `x` is where a group begins, and `stride` times OF_GROUP where the next one does */
+    /* FOR_AMX (fp8_amx.h): with `to`, whole groups are copied into that order, in one piece; without, rows lie in it, `x` is where a group
+       begins, and `stride` times OF_GROUP where the next one does */
+    int64_t order;
 } sums_job;
 
 INLINE uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }
