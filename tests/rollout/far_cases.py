@@ -10,12 +10,15 @@ import torch
 from rollout.test_reload import BLOCK, K_PROJ, differing, held
 from support.rollout import far
 from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.models import stacked
 
+from nemo_fp8.contract import Operand
 from nemo_fp8.mismatch.engine import read_back
 from nemo_fp8.numerics import kernels, quantize
 from nemo_fp8.rollout import Refit
-from nemo_fp8.rollout.refit import Manifest, SharedWeights
+from nemo_fp8.rollout.refit import Manifest, SharedWeights, casting
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint
+from nemo_fp8.rollout.refit.manifest import Entry
 from nemo_fp8.rollout.refit.worker import session
 from nemo_fp8.rollout.refit.worker.transfer import Receiver
 
@@ -64,6 +67,38 @@ def test_a_push_there_leaves_every_bit_as_a_fresh_load_does(checkpoint, kind, co
     assert receipt.fingerprint == here.fingerprint
     assert told(receipt) == told(here)
     assert read_back(worker) == read_back(Worker(fresh))
+
+
+@pytest.mark.parametrize(
+    ("kind", "contract"), [("qwen3", {}), ("qwen3_moe", {"last_layers": 1}), ("qwen3", MX)], ids=str
+)
+def test_codes_that_a_trainer_casts_on_the_way_go_there(checkpoint, kind, contract, monkeypatch):
+    new, fresh = stacked(weights_of(checkpoint(kind, 1))), model_of(checkpoint(kind, 1), **contract)
+    as_values = Refit(Worker(far.moved(model_of(checkpoint(kind, 0), **contract)))).push(new).require()
+    monkeypatch.setattr(casting, "LEAST", 0)
+    worker, waits = Worker(far.moved(model_of(checkpoint(kind, 0), **contract))), far.RUNTIME.waits
+    receipt = Refit(worker, chunk=2**20).push(new).require()
+    assert receipt.bytes < as_values.bytes
+    assert far.RUNTIME.waits == waits + 1
+    assert differing(bits(worker.model_runner.get_model()), held(fresh)) == []
+    assert told(receipt) == {t.name: vars(t) for t in as_values.tensors}
+
+
+@pytest.mark.parametrize("operand", [BLOCK, Operand("e4m3", (1, 32), "e8m0")], ids=["blocks", "mxfp8"])
+def test_a_trainer_whose_tensors_lie_there_casts_them_there(operand):
+    """What comes back is codes and scales, and in the end what was counted."""
+    values = torch.randn(384, 256).bfloat16()
+    values[3, 5] = 1e4
+    room, casts = torch.zeros(1 << 17, dtype=torch.uint8), []
+    for one in (far.Far(values.clone()), values):
+        cast = casting.Cast(Entry("a", "bfloat16", (384, 256)), operand, operand.block)
+        room.zero_()
+        cast.put(0, one[:256], room, 64, None)
+        cast.put(256, one[256:], room, 1 << 16 | 64, None)
+        casts.append((room.clone(), cast.totals.cpu()))
+    assert torch.equal(casts[0][0], casts[1][0])
+    assert casts[0][1].tolist()[0] == pytest.approx(casts[1][1].tolist()[0], rel=1e-5)
+    assert casts[0][1][0, -1] == values[3, 5]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -35,12 +35,14 @@ from nemo_fp8.numerics.kernels import build, patches
 from nemo_fp8.numerics.kernels.cpu import CastJob, cast_job
 from nemo_fp8.numerics.kernels.patches import Bytes
 from nemo_fp8.numerics.quantize import STRIP, find_scales, quantize_into, quantize_reference
+from nemo_fp8.rollout.refit.casting import operand_of, scales_type
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import SCALES as SUFFIX
 from nemo_fp8.rollout.refit.manifest import Box, Entry, Manifest
+from nemo_fp8.rollout.refit.memory import aligned
 from nemo_fp8.rollout.refit.patch import PATTERNS, SCALES, VALUES, Patch, blocks_of, encode, grid_of, matrix_of
 from nemo_fp8.rollout.refit.receipt import CODED, Delta, Written
-from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, aligned, cut, same_as_announced
+from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, cut, same_as_announced
 
 PATCH = 1 << 21  # elements of a patch, at most: a patch is one thread's work
 FIRST = 4  # patches of the first buffer, at most, so that workers begin early; each further one may have twice as many
@@ -231,9 +233,8 @@ class Patchable:
         self.planes = {VALUES: Plane(entry.shape, torch.float8_e4m3fn if operand else entry.torch_dtype, boxes)}
         if operand is not None:
             assert operand.block is not None
-            kind = torch.float8_e8m0fnu if operand.scale == "e8m0" else torch.float32
             boxes = {part: blocks_of(box, operand.block) for part, box in boxes.items()}
-            self.planes[SCALES] = Plane(grid_of(entry.shape, operand.block), kind, boxes)
+            self.planes[SCALES] = Plane(grid_of(entry.shape, operand.block), scales_type(operand), boxes)
         self.as_reference = True
         """Whether all codes and scales of the last push that were held against the reference cast were its."""
         self.infinite = 0
@@ -361,7 +362,7 @@ class Ledger:
             if why or any(row[0] != rows[0][0] for row in rows):
                 ledger._send_whole(i, why or "Workers keep it in different ways")
             else:
-                operand = None if rows[0][0] is None else _operand_of(rows[0][0])
+                operand = None if rows[0][0] is None else operand_of(rows[0][0])
                 ledger.kept[i] = Patchable(manifest[i], operand, {part for _, parts, _ in rows for part in parts})
         return ledger
 
@@ -514,11 +515,6 @@ class Ledger:
             confirmed=sum(one.verified is not None for one in self.written.values()),
         )
         return tuple(self.written.values()), delta
-
-
-def _operand_of(row: Sequence[Any]) -> Operand:
-    format, block, *rest = row
-    return Operand(format, tuple(block), *rest)
 
 
 @functools.cache

@@ -61,6 +61,10 @@ class Entry:
         """The bytes of one row."""
         return math.prod(self.shape[1:]) * self.torch_dtype.itemsize
 
+    def bytes_of(self, rows: int) -> int:
+        """Return the bytes of so many rows."""
+        return rows * self.row_bytes
+
     @property
     def step(self) -> int:
         """A tensor may be cut after a multiple of so many rows: a matrix between blocks, others anywhere."""

@@ -47,6 +47,11 @@ _ADD_SEALS, _GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1034, 1, 2,
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 
 
+def aligned(size: int) -> int:
+    """Return the next multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class Shared:
     """The sender's side: ``size`` bytes, as ``tensor``, that other processes can open by ``handle``."""
 
@@ -114,7 +119,7 @@ class SharedWeights(Mapping[str, torch.Tensor]):
     def __init__(self, tensors: Any) -> None:
         named = [*pairs(tensors)]
         Manifest.of(named, to_send=True)
-        ends = [*itertools.accumulate(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for _, t in named)]
+        ends = [*itertools.accumulate(aligned(t.nbytes) for _, t in named)]
         if not ends:
             raise PrecisionError("No tensors to share.", "The mapping is empty.", "Give the model's tensors.")
         self.shared = Shared(max(1, ends[-1]))

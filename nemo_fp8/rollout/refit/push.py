@@ -34,6 +34,7 @@ import torch
 
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.rollout.refit.alive import LOOK, in_thread
+from nemo_fp8.rollout.refit.casting import Casts
 from nemo_fp8.rollout.refit.control import RUNNING, Answer, control_of, is_held, why_mixed
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.ledger import Filled, Ledger
@@ -143,8 +144,7 @@ class Refit:
         heads = _TiedHeads(announced, passed_over, named_tensors)
         skipped = {announced[i].name for i in passed_over}
         whole = {i for answer in begun for i in answer["whole"]}
-        mixed = why_mixed(begun)
-        ledger = None
+        mixed, casts, ledger = why_mixed(begun), Casts(announced, begun), None
         if delta is not None:
             ledger = Ledger.of(announced, passed_over, self._ask("stored", {"push": push}))
         checked = time.perf_counter()
@@ -161,15 +161,14 @@ class Refit:
                 to_send = ledger.noting(to_send)
             weights = getattr(named_tensors, "shared", None)
             transport = self._transport(announced, whole, weights)
-            chunks, sent = self._stream(
-                push, transport, len(begun), announced, cut(to_send, announced, transport.buffer, whole, weights)
-            )
+            buffers = cut(to_send, announced, transport.buffer, whole, weights, casts)
+            chunks, sent = self._stream(push, transport, len(begun), announced, buffers)
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push, "weight_version": weight_version or push})
         except BaseException as error:
             self._abandon(push, weight_version, error)
             raise
-        about = {"after_failure": mixed, "delta": delta}
+        about = {"after_failure": mixed, "delta": delta, "casts": casts.told()}
         times = (start, checked, streamed)
         told = self._end(announced, done, push, skipped, transport, (chunks, sent), times, **about)
         if ledger is not None:

@@ -1,8 +1,8 @@
 """Make the receipt of a push from the facts of all workers: what was written, and how good it is.
 
-The numbers of quality (SNR, bad scales) are those of the quantization in the engine. A fingerprint is that of the bytes
-that lie in the engine: codes and scales of a quantized tensor, values of any other. Under tensor parallelism every
-worker fingerprints the part that it holds.
+The numbers of quality (SNR, bad scales) are those of the quantization, made in the engine or on the way to it. A
+fingerprint is that of the bytes that lie in the engine: codes and scales of a quantized tensor, values of any other.
+Under tensor parallelism every worker fingerprints the part that it holds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class Written:
     largest: float
     """The largest magnitude of its values; an upper bound for codes that came with scales."""
     snr_db: float | None
-    """The SNR of its quantization; None if nothing was quantized in the engine."""
+    """The SNR of its quantization; None if the push quantized nothing."""
     saturated: int
     underflow: int
     nonfinite: int
@@ -261,13 +262,21 @@ def _delta_rows(delta: Delta, sent: int) -> list[tuple[str, str]]:
     return [*rows, ("sent whole", _some([*delta.whole]))] if delta.whole else rows
 
 
-def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: Any) -> Receipt:
-    """Return the receipt made of the workers' answers to ``finish``; ``about`` are its other fields."""
+def receipt(
+    manifest: Manifest,
+    answers: Sequence[Mapping[str, Any]],
+    casts: Mapping[int, Mapping[str, list[Any]]] = MappingProxyType({}),
+    **about: Any,
+) -> Receipt:
+    """Return the receipt made of the workers' answers to ``finish``; ``about`` are its other fields.
+
+    ``casts`` is what the trainer counted of the tensors that it cast by itself, of which workers saw only codes.
+    """
     told = []
     for i, entry in enumerate(manifest):
         some = [answer["facts"][str(i)] for answer in answers if str(i) in answer["facts"]]
         if some:
-            told.append((entry, some, _together(some)))
+            told.append((entry, some, {**_together(some), **casts.get(i, {})}))
     signals, noises = ([number for *_, counts in told for number in counts[name]] for name in ("signal", "noise"))
     snr = iter(_snr_db(signals, noises))  # of all tensors and experts at once
     written = [_written(*one, [*itertools.islice(snr, len(one[-1]["signal"]))]) for one in told]

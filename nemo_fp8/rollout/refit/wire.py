@@ -31,10 +31,11 @@ import torch
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.moved import renamed
+from nemo_fp8.rollout.refit.casting import Casts
 from nemo_fp8.rollout.refit.channel import Channel, Ended
 from nemo_fp8.rollout.refit.control import Answer, Carrier, Control
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest, not_sendable
-from nemo_fp8.rollout.refit.memory import ALIGNMENT, BUFFERS, NAME, Shared
+from nemo_fp8.rollout.refit.memory import ALIGNMENT, BUFFERS, NAME, Shared, aligned
 from nemo_fp8.storage.safetensors import bytes_of
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
@@ -42,8 +43,9 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
 
 FEW = 4  # processors
 AT_ONCE = 500  # pieces of a message: few enough for the largest that a socket takes
-Piece = tuple[int, int, int, int]
-"""(number of the tensor, first row, rows, offset in the buffer)"""
+Piece = tuple[int, int, int, int] | tuple[int, int, int, int, int]
+"""(number of the tensor, first row, rows, offset in the buffer) of values; of codes there is one number more before the
+offset: how many bytes behind it their scales begin."""
 
 
 def capacity(manifest: Manifest, wanted: int, whole: Collection[int] = ()) -> int:
@@ -62,12 +64,14 @@ def cut(
     buffer: Callable[[], torch.Tensor],
     whole: Collection[int] = (),
     shared: Shared | None = None,
+    casts: Casts | None = None,
 ) -> Iterator[tuple[list[Piece], int]]:
-    """Copy tensors into buffers; yield for each full buffer the pieces in it and the bytes used.
+    """Copy tensors into buffers, or cast them there; yield for each full buffer the pieces in it and the bytes used.
 
     ``buffer()`` gives the next buffer to fill (uint8, as large as :func:`capacity` says). It is called only after the
     last one was yielded. ``whole`` are the numbers of tensors that are not cut. Tensors that lie in ``shared`` are not
-    copied: they are pieces of that memory, and are yielded with 0 bytes used, several at once.
+    copied: they are pieces of that memory, and are yielded with 0 bytes used, several at once. Of the others ``casts``
+    says which go as codes.
 
     Raises PrecisionError if a tensor is not as announced, or comes twice.
     """
@@ -89,18 +93,25 @@ def cut(
                 yield placed, 0
                 placed = []
             continue
+        cast = None if casts is None else casts.of(i, tensor)
         row, step = 0, entry.rows if i in whole else entry.step
         while row < entry.rows:
             room = buffer() if room is None else room
-            fits = (room.numel() - used) // max(1, entry.row_bytes)
-            rows = entry.rows - row if fits >= entry.rows - row else fits // step * step
+            left, free = entry.rows - row, room.numel() - used
+            size = entry.bytes_of if cast is None else cast.bytes
+            rows = left if size(left) <= free else free // max(1, size(step)) * step
             if rows == 0 or len(pieces) == AT_ONCE:
                 yield pieces, used
                 room, pieces, used = None, [], 0
                 continue
-            _copy(tensor[row : row + rows] if entry.shape else tensor, room, used)
-            pieces.append((i, row, rows, used))
-            row, used = row + rows, aligned(used + rows * entry.row_bytes)
+            part = tensor[row : row + rows] if entry.shape else tensor
+            if cast is None:
+                _copy(part, room, used)
+                pieces.append((i, row, rows, used))
+            else:
+                cast.put(row, part, room, used, threads=1 if _few_processors() else None)
+                pieces.append((i, row, rows, cast.gap(rows), used))
+            row, used = row + rows, aligned(used + size(rows))
     if placed:
         yield placed, 0
     if pieces:
@@ -330,16 +341,16 @@ def _copy(source: torch.Tensor, room: torch.Tensor, offset: int) -> None:
         and not source.is_neg()
         and type(source) in (torch.Tensor, torch.nn.Parameter)
     )
-    if plain and _processors() <= FEW:
+    if plain and _few_processors():
         ctypes.memmove(room.data_ptr() + offset, source.data_ptr(), size)
         return
     room[offset : offset + size].view(source.dtype).view(source.shape).copy_(source)
 
 
 @functools.cache
-def _processors() -> int:
-    """Return how many processors there are; the operating system reads a file for the answer."""
-    return os.cpu_count() or 1
+def _few_processors() -> bool:
+    """Return whether there are few processors; the operating system reads a file for the answer."""
+    return (os.cpu_count() or 1) <= FEW
 
 
 def same_as_announced(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
@@ -355,8 +366,3 @@ def same_as_announced(name: str, tensor: torch.Tensor, entry: Entry | None) -> E
         "The tensors of a push must be those of its manifest: the engine was asked about those only.",
         "Give a manifest of what the iterator brings (manifest=), or a mapping, of which it is made.",
     )
-
-
-def aligned(size: int) -> int:
-    """Return the next multiple of ALIGNMENT."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -10,11 +10,6 @@ A patch finds its elements in memory by the routes of the plan, so any sharding 
 It is its own way back: until the end the worker keeps the bytes of all patches, and subtracts them if the push dies.
 The weights are then bit for bit those of before, and are served. There is no way back once a whole tensor was written,
 once the patches are more than MOST_KEPT, or once a fingerprint was another: the model stays mixed until a full push.
-
-    kept as                                             patched
-    FP8 in a known layout, blocks of the whole tensor   codes and scales
-    as it was pushed (norms, embeddings)                values
-    anything else                                       no: whole, with all that are gathered with it, if it changed
 """
 
 from __future__ import annotations
@@ -22,14 +17,13 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.kernels import GROUP, Order
 from nemo_fp8.numerics.kernels import patches as kernel
@@ -49,72 +43,19 @@ from nemo_fp8.rollout.refit.patch import (
     no_patch,
     size_of,
 )
+from nemo_fp8.rollout.refit.worker.keeping import has_one_scale
 from nemo_fp8.rollout.refit.worker.layouts import ONE
 from nemo_fp8.rollout.refit.worker.packing import pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route
 from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, Session, answering, bad_piece, refuse_replicas
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, name_of, word
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, name_of, stacked, word
 
 MOST_KEPT = 1 << 28  # bytes of patches that are kept for the way back
 PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes of an element -> torch's type with that pattern, whose sums wrap."""
 Patch = tuple[tuple[int, ...], Bytes]
 """What is told of a patch (the first six numbers of ``patch.Patch``), and its bytes."""
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """How a worker keeps one tensor. It can be patched if ``why`` is empty."""
-
-    operand: Operand | None
-    """The blocks and scales of an FP8 tensor that can be patched; None for any other."""
-    parts: tuple[str, ...]
-    """The parts of the tensor that this worker holds, as receipts name them."""
-    why: str = ""
-    """Why it must come whole."""
-
-
-def kept_by(plan: Plan, sinks: dict[Any, Sink]) -> tuple[dict[int, Keeping], list[list[int]]]:
-    """Return how this worker keeps each tensor, and which tensors must come together if one of them comes whole."""
-    found, groups = {}, list[list[int]]()
-    for i, routes in plan.routes.by_entry.items():
-        reasons = {_why_whole(plan, route, sinks[route.target]) for route in routes}
-        operands = {sink.operand for route in routes if isinstance(sink := sinks[route.target], Blocks)}
-        why = next((why for why in sorted(reasons) if why), "")
-        mixed = "" if why or len(operands) < 2 else "It is kept in two ways"
-        operand = None if why or mixed else next(iter(operands), None)
-        found[i] = Keeping(operand, tuple(name_of(route) for route in routes), why or mixed)
-    groups += [[*route.entries] for route in plan.routes if len(route.entries) > 1]  # a loader makes one of them
-    routes_to: dict[Sink, list[Route]] = {}
-    for route in plan.routes:
-        routes_to.setdefault(sinks[route.target], []).append(route)
-    for sink, mine in routes_to.items():
-        if isinstance(sink, Blocks):
-            groups += [[r.entry for r in mine if m in range(*stacked(r.to)[0])] for m in sink.straddling]
-        elif not isinstance(sink, InPlace):
-            groups.append([route.entry for route in mine])
-    return found, groups
-
-
-def _why_whole(plan: Plan, route: Route, sink: Sink) -> str:
-    """Return why the part of a tensor that takes this route cannot be patched; ``""`` if it can."""
-    if isinstance(sink, Blocks):
-        if not sink.same_grid(route) or sink.straddling & {*range(*stacked(route.to)[0])}:
-            return "The engine's blocks are not those of the unsharded tensor"
-    elif isinstance(sink, InPlace):
-        if route.source is None or sink.live.dtype != plan.manifest[route.entry].torch_dtype:
-            return f"The engine keeps it in another order, or in {word(sink.live.dtype)}"
-    else:
-        if isinstance(sink, Staged) and _has_one_scale(sink):
-            return "One scale is made of the whole weight"
-        return "The kernel packs the layer as a whole" if isinstance(sink, Staged) else "It is a scale of the KV cache"
-    return ""
-
-
-def _has_one_scale(sink: Staged) -> bool:
-    operand = getattr(sink.layer.quant_method, "operand", None)
-    return operand is not None and operand.format == "e2m1"
 
 
 @dataclass(eq=False)
@@ -160,10 +101,11 @@ class Patching(Session):
 
     def __init__(self, plan: Plan, number: str, base: str, sealed: Mapping[str, Any]) -> None:
         super().__init__(plan, number, verify=False)
+        self.castable = {}  # a tensor that is not patched comes as values
         self.base, self.sealed, self.sealing = base, sealed, True
         self.untouched: dict[Sink, bool] = {}
         """Whether a layer that cannot be read is as the push ``base`` left it."""
-        self.kept, _ = kept_by(plan, self.sinks)
+        self.kept, _ = plan.kept(self.sinks)
         self.next: dict[tuple[int, int], int] = {}
         """The first row of each tensor's values, or scales, that no patch has passed."""
         self.planes: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
@@ -254,7 +196,7 @@ class Patching(Session):
             found[route] = sink.read(route) if one is None else one.sink.read(route, one.codes, one.rows)
         return found
 
-    def _checked(self, piece: Any) -> tuple[int, int, int, int]:
+    def _checked(self, piece: Any) -> Sequence[int]:
         found = super()._checked(piece)
         if (found[0], VALUES) in self.next or (found[0], SCALES) in self.next:
             raise bad_piece(piece, f"{self.plan.manifest[found[0]].name} was patched already")
@@ -462,7 +404,7 @@ class Patching(Session):
                     facts.count_scales(sink.scales[tuple(slice(*one) for one in box)], sink.operand.scale, at)
                 else:
                     facts.kind = (
-                        "nvfp4" if isinstance(sink, Staged) and _has_one_scale(sink) else word(route.target.dtype)
+                        "nvfp4" if isinstance(sink, Staged) and has_one_scale(sink) else word(route.target.dtype)
                     )
                 facts.fingerprints[part] = there
                 if i not in sent:
@@ -493,8 +435,8 @@ class NemoFp8Patches(NemoFp8Refit):
         """Answer how this worker keeps each tensor of the open push."""
         session = self._refit_open(message)
         session.sealing = True
-        kept, together = kept_by(session.plan, session.sinks)
-        return {"kept": {str(i): _plain(one) for i, one in kept.items()}, "together": together}
+        kept, together = session.plan.kept(session.sinks)
+        return {"kept": {str(i): one.to_plain() for i, one in kept.items()}, "together": together}
 
     @answering
     def nemo_fp8_refit_delta(self, message: Answer) -> Answer:
@@ -515,10 +457,6 @@ class NemoFp8Patches(NemoFp8Refit):
         return {"accepted": True}
 
 
-def _plain(kept: Keeping) -> list[Any]:
-    return [None if kept.operand is None else list(astuple(kept.operand)), list(kept.parts), kept.why]
-
-
 # ---------------------------------------------------------------------- places
 
 
@@ -526,11 +464,6 @@ def _rows_of_one(route: Route) -> tuple[int, int] | None:
     """Return the rows of a matrix that a route takes, from the first to before the last; None if it takes from no one
     matrix."""
     return route.source[0] if route.source is not None and len(route.source) == 2 else None
-
-
-def stacked(box: Box) -> Box:
-    """Return a box of one matrix, or of several, as a box of a stack of matrices."""
-    return box if len(box) == 3 else ((0, 1), *box)
 
 
 def moved(

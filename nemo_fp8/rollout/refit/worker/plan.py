@@ -19,12 +19,14 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from nemo_fp8.contract import Operand
 from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import Problem
 from nemo_fp8.rollout.engine import kv, released
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import SCALES, Entry, Manifest
+from nemo_fp8.rollout.refit.worker.keeping import Keeping, castable, kept_by
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
@@ -45,6 +47,8 @@ class Plan:
         self.model, self.manifest = model, manifest
         self._ways: dict[Target, str] = {}
         self._table: Table | None = None
+        self._kept: tuple[dict[int, Keeping], list[list[int]]] | None = None
+        self._castable: dict[int, Operand | None] | None = None
         self.layers: dict[str, Any] = dict(model.named_modules())
         self.scales = {i for i, entry in enumerate(manifest) if manifest.is_scales(entry)}
         self.routes = record(model, manifest, self.scales)
@@ -145,6 +149,18 @@ class Plan:
         if self._table is None or self._table.places != places_of(sinks):
             self._table = Table(self, sinks)
         return self._table
+
+    def kept(self, sinks: dict[Target, Sink]) -> tuple[dict[int, Keeping], list[list[int]]]:
+        """Return what ``kept_by`` says of this plan; the sinks of any push of it are as good."""
+        if self._kept is None:
+            self._kept = kept_by(self, sinks)
+        return self._kept
+
+    def castable(self, sinks: dict[Target, Sink]) -> dict[int, Operand | None]:
+        """Return what ``castable`` says of this plan, likewise."""
+        if self._castable is None:
+            self._castable = castable(self, self.kept(sinks)[0])
+        return self._castable
 
     def _views(self, name: str) -> dict[str, torch.Tensor]:
         """Return parameter -> view of it, for the views that the module around a layer has."""

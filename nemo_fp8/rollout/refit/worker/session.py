@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -28,10 +28,13 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.engine import released
+from nemo_fp8.rollout.refit import casting
 from nemo_fp8.rollout.refit.channel import Line
 from nemo_fp8.rollout.refit.manifest import SCALES, Box, Manifest
 from nemo_fp8.rollout.refit.memory import Mappings, Opened
+from nemo_fp8.rollout.refit.patch import blocks_of, grid_of
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
+from nemo_fp8.rollout.refit.worker.keeping import plain_castable
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.packing import keep_freed, pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
@@ -99,13 +102,16 @@ class Session:
         """How small tensors are written; None where they take their sinks."""
         self.by_table: list[int] = []
         """The tensors that were."""
+        self.castable = {} if verify else plan.castable(self.sinks)
+        """The operands by which large tensors may be cast before they come, by their numbers; None for values only."""
         self.sealing = False
         """Whether a push of changes may follow, which has to find out what others wrote in between."""
 
     @torch.no_grad()
     def write(self, memory: Opened, pieces: Any, stays: bool = False) -> None:
-        """Write pieces, each (number of the tensor, first row, rows, offset in ``memory``). ``stays`` says that nobody
-        writes there before the push ends.
+        """Write pieces, each (number of the tensor, first row, rows, offset in ``memory``), or of codes (number, first
+        row, rows, bytes from the codes to their scales, offset). ``stays`` says that nobody writes there before the
+        push ends.
 
         Raises PrecisionError if a piece is not the next one of its tensor, or does not lie in the memory.
         """
@@ -114,9 +120,11 @@ class Session:
         small: list[Place] = []
         try:
             for piece in pieces:
-                i, row, rows, offset = self._checked(piece)
+                i, row, rows, *gap, offset = self._checked(piece)
                 entry = self.plan.manifest[i]
-                if self.table is not None and i in self.table.entries and rows == entry.rows:
+                if gap:
+                    self._write_codes(memory, i, row, rows, offset, offset + gap[0])
+                elif self.table is not None and i in self.table.entries and rows == entry.rows:
                     small.append((i, memory.address(offset, entry.bytes, entry.torch_dtype.itemsize)))
                     self.rows[i] += rows
                 else:
@@ -132,11 +140,11 @@ class Session:
             self.table.write(places)
             self.by_table += [i for i, _ in places]
 
-    def _checked(self, piece: Any) -> tuple[int, int, int, int]:
+    def _checked(self, piece: Any) -> Sequence[int]:
         """Return a piece that came from outside; raise PrecisionError if it does not fit the manifest."""
-        if not isinstance(piece, (list, tuple)) or [*map(type, piece)] != [int] * 4:
-            raise bad_piece(piece, "It is no four whole numbers")
-        i, row, rows, offset = piece
+        if not isinstance(piece, (list, tuple)) or [*map(type, piece)] not in ([int] * 4, [int] * 5):
+            raise bad_piece(piece, "It is no four whole numbers, nor five")
+        i, row, rows, *_ = piece
         if not 0 <= i < len(self.rows):
             raise bad_piece(piece, f"The manifest has {len(self.rows)} tensors")
         entry = self.plan.manifest[i]
@@ -145,7 +153,29 @@ class Session:
         at_end = row + rows == entry.rows
         if rows < entry.rows and (i in self.plan.whole or row % entry.step or (rows % entry.step and not at_end)):
             raise bad_piece(piece, f"{entry.name} cannot be cut there")
-        return i, row, rows, offset
+        if len(piece) == 5 and self.castable.get(i) is None and i in self.plan.routes.by_entry:
+            raise bad_piece(piece, f"{entry.name} does not come as codes")
+        return piece
+
+    def _write_codes(self, memory: Opened, i: int, row: int, rows: int, offset: int, scales_at: int) -> None:
+        """Write rows [row, row+n) of tensor ``i``, as the sender has cast them, to every local parameter that holds a
+        part of them."""
+        self.written = True
+        self.rows[i] += rows
+        operand, shape = self.castable.get(i), (rows, *self.plan.manifest[i].shape[1:])
+        if operand is None or operand.block is None:  # no part of it is here
+            return
+        codes = memory.read(offset, casting.CODES, shape).to(self.device)
+        scales = memory.read(scales_at, casting.scales_type(operand), grid_of(shape, operand.block)).to(self.device)
+        for route in self.plan.routes.by_entry[i]:
+            sink = self.sinks[route.target]
+            assert isinstance(sink, Blocks)
+            assert route.source is not None
+            (start, stop), *rest = route.source
+            first, last = max(start, row), min(stop, row + rows)
+            if first < last:
+                box = ((first - row, last - row), *rest)
+                sink.write_cast(route, first - start, inside(codes, box), inside(scales, blocks_of(box, operand.block)))
 
     def _bring(self, i: int, row: int, tensor: torch.Tensor, stays: bool) -> None:
         """Bring rows to where the parameters lie, and write them: some at a time, since a device may have little room
@@ -318,7 +348,8 @@ class NemoFp8Refit:
             "accepted": accepted,
         }
         if accepted:
-            self._refit_session = Session(plan, str(message.get("push")), bool(message.get("verify")))
+            session = self._refit_session = Session(plan, str(message.get("push")), bool(message.get("verify")))
+            answer["castable"] = plain_castable(session.castable)
         return answer
 
     @answering

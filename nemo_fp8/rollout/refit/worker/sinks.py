@@ -33,6 +33,7 @@ from nemo_fp8.numerics.kernels.cpu import CastJob, cast_job
 from nemo_fp8.numerics.quantize import STRIP, quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import Box, Manifest
+from nemo_fp8.rollout.refit.patch import blocks_of
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Layout, Tally
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory, packed, packs_columns, release
 from nemo_fp8.rollout.refit.worker.routes import Route, Target, before_loading
@@ -206,20 +207,19 @@ class Blocks(Sink):
         return all(stop % side == 0 or stop == n for (_, stop), n, side in ends)
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
-        rows = values.shape[0]
-        to = part_of(route, row, rows)
-        matrices = range(*to[0]) if len(to) == 3 else range(1)
-        (start, stop), (left, right) = to[-2:]
-        stack = values.reshape(len(matrices), stop - start, right - left)
-        at = self._experts(route, row, rows)
+        matrices, start, stack = self._as_stack(route, row, values)
+        at = self._experts(route, row, values.shape[0])
         if values.dtype == self.codes.dtype:
-            self._take_codes(route, matrices, start, stack, at)
+            self._see_codes(route, self._take_codes(route, matrices, start, stack), at)
+            if not values.is_cpu:  # a CPU looks in the end whether there are any; to ask a GPU is slower than to count
+                self.facts[route.entry].count_nan_codes(stack, at)
             return
         if not self.straddling:
             self._quantize(route, matrices, start, stack, at)
-            if row + rows == rows_of(route):
+            if row + values.shape[0] == rows_of(route):
                 self.prints[route].close()  # the sums of the next tensor have its memory
             return
+        to = part_of(route, row, values.shape[0])
         for m, matrix in zip(matrices, stack, strict=True):
             one = at if at == ONE else slice(at.start + m - matrices.start, at.start + m - matrices.start + 1)
             if m in self.straddling:
@@ -227,23 +227,40 @@ class Blocks(Sink):
             else:
                 self._quantize(route, range(m, m + 1), start, matrix[None], one)
 
-    def _take_codes(self, route: Route, matrices: range, row: int, codes: torch.Tensor, at: slice) -> None:
-        """Write codes that came with scales, [matrices, rows, columns], from ``row`` on: all as one matrix if they lie
-        like that. They are read once for a layout in plain order, and once more for any other."""
+    def write_cast(self, route: Route, row: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write codes from ``row`` on, and their scales, which the sender has cast as this engine does. It has seen the
+        values, and counts what became of them."""
+        self._take_codes(route, *self._as_stack(route, row, codes))
+        self.write_scales(route, blocks_of(part_of(route, row, codes.shape[0]), self.block), scales)
+
+    def _as_stack(self, route: Route, row: int, values: torch.Tensor) -> tuple[range, int, torch.Tensor]:
+        """Return the matrices that rows of a route's source go to, their first row there, and the rows as [matrices,
+        rows, columns]."""
+        to = part_of(route, row, values.shape[0])
+        matrices = range(*to[0]) if len(to) == 3 else range(1)
+        (start, stop), (left, right) = to[-2:]
+        return matrices, start, values.reshape(len(matrices), stop - start, right - left)
+
+    def _take_codes(self, route: Route, matrices: range, row: int, codes: torch.Tensor) -> torch.Tensor:
+        """Write codes, [matrices, rows, columns], from ``row`` on: all as one matrix if they lie like that. Return the
+        largest magnitude of each of their rows. A kernel of a CPU reads them once."""
         live, _ = self._live(matrices, row, codes.shape[1])
         if live is None:
-            for i, m in enumerate(matrices):
-                one = at if at == ONE else slice(at.start + i, at.start + i + 1)
-                self._take_codes(route, range(m, m + 1), row, codes[i : i + 1], one)
-            return
-        flat, facts = codes.reshape(-1, codes.shape[2]), self.facts[route.entry]
-        magnitudes = self.prints[route].copy(flat, live if self.layout.plain else None)
-        if not self.layout.plain:
+            each = zip(matrices, codes, strict=True)
+            return torch.cat([self._take_codes(route, range(m, m + 1), row, matrix[None]) for m, matrix in each])
+        flat = codes.reshape(-1, codes.shape[2])
+        done = kernels.sums(flat, live, order=self.layout.order)
+        if done is None:
             self.layout.store(live, 0, flat)
-        if not flat.is_cpu:  # a CPU looks in the end whether there are any; to ask a GPU would be slower than to count
-            facts.count_nan_codes(flat, at)
+            return self.prints[route].copy(flat, None)
+        of_rows, of_columns, magnitudes = done
+        self.prints[route].add_sums(of_rows, of_columns, flat.shape[1])
+        return magnitudes
+
+    def _see_codes(self, route: Route, magnitudes: torch.Tensor, at: slice) -> None:
+        """Note the largest magnitude of the codes of each expert; each has as many rows as another."""
         largest = magnitudes.view(at.stop - at.start, -1).amax(1)
-        seen = self.largest_code.setdefault(route, largest.new_zeros(max(1, facts.experts)))
+        seen = self.largest_code.setdefault(route, largest.new_zeros(max(1, self.facts[route.entry].experts)))
         torch.maximum(seen[at], largest, out=seen[at])
 
     def write_scales(self, route: Route, to: Box, scales: torch.Tensor) -> None:
@@ -625,6 +642,11 @@ def inside(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if start or stop != n:
             return tensor[tuple(slice(*one) for one in box)]
     return tensor
+
+
+def stacked(box: Box) -> Box:
+    """Return a box of one matrix, or of several, as a box of a stack of matrices."""
+    return box if len(box) == 3 else ((0, 1), *box)
 
 
 def count_rows(tensor: torch.Tensor) -> int:

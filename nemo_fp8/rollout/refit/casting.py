@@ -1,0 +1,141 @@
+"""Cast tensors in the trainer, on their way into a buffer: a push brings codes then, half the bytes of BF16.
+
+    engine     says which tensors it keeps in the blocks of the whole tensor, and by which operand (worker/keeping.py)
+    trainer    quantizes rows of whole blocks straight into the buffer: their codes, and the scales behind them
+    engine     copies both to where its kernels read them, and fingerprints what it has written
+
+A copy into a buffer reads a value and writes it; a cast reads it and writes a code, so it takes the trainer about as
+long. The engine, which would have read the value and cast it, reads the code. Both sides cast to the same bits on every
+device, so who does it cannot be told from the weights. What the casts did (SNR, underflow ...) is counted where they
+are made, so that a receipt has the numbers that it would have had from the engine.
+
+Some tensors go as values still, and the engine casts them: small ones, since it writes all that a message has by one
+call (worker/small.py); those whose blocks a cut of tensor parallelism straddles; and all where the trainer has no
+kernel, or where a push compares every cast with the reference. The trade-off: a trainer that pushes to several engines
+casts for each of them, as it copied for each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics.kernels import SOURCES, build
+from nemo_fp8.numerics.quantize import quantize_into
+from nemo_fp8.numerics.statistics import TOTALS
+from nemo_fp8.rollout.refit.manifest import Entry, Manifest
+from nemo_fp8.rollout.refit.memory import aligned
+from nemo_fp8.rollout.refit.patch import grid_of
+
+LEAST = 1 << 21  # bytes: an engine writes smaller tensors several at once
+CODES = torch.float8_e4m3fn
+_COUNTED = {"signal": float, "noise": float, "saturated": int, "underflow": int, "nonfinite": int, "largest": float}
+"""What a receipt calls the numbers of TOTALS, and what they are."""
+
+
+def scales_type(operand: Operand) -> torch.dtype:
+    """Return the type in which an operand's scales are stored."""
+    return torch.float8_e8m0fnu if operand.scale == "e8m0" else torch.float32
+
+
+@dataclass
+class Cast:
+    """A tensor that goes as codes, and what its casts did."""
+
+    entry: Entry
+    operand: Operand
+    block: tuple[int, int]
+    totals: torch.Tensor | None = None
+    """What was counted so far, [experts, TOTALS] in FP64; a tensor that is no stack has one row."""
+
+    def gap(self, rows: int) -> int:
+        """Return how many bytes behind the first code of so many rows their scales begin."""
+        return aligned(rows * math.prod(self.entry.shape[1:]))
+
+    def bytes(self, rows: int) -> int:
+        """Return the bytes of the codes and the scales of so many rows."""
+        grid = grid_of((rows, *self.entry.shape[1:]), self.block)
+        return self.gap(rows) + math.prod(grid) * scales_type(self.operand).itemsize
+
+    def put(self, row: int, values: torch.Tensor, room: torch.Tensor, offset: int, threads: int | None) -> None:
+        """Cast the tensor's rows from ``row`` on into a buffer: codes at the offset, and scales behind them.
+
+        ``threads`` are those of a CPU's kernel; None for as many as torch has.
+        """
+        rows, flat = values.shape[0], values.detach().reshape(-1, values.shape[-1])
+        behind = room[offset + self.gap(rows) : offset + self.bytes(rows)]
+        codes = room[offset : offset + flat.numel()].view(CODES).view(flat.shape)
+        scales = behind.view(scales_type(self.operand)).view(grid_of(tuple(flat.shape), self.block))
+        experts = slice(row, row + rows) if len(self.entry.shape) == 3 else slice(0, 1)
+        self._count(experts, self._cast(flat, codes, scales, experts.stop - experts.start, threads))
+
+    def _cast(
+        self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, parts: int, threads: int | None
+    ) -> torch.Tensor:
+        """Cast a matrix into codes and scales on the CPU; return what that did to each of its parts."""
+        operand, out = self.operand, (codes, scales)
+        done = kernels.quantize_summed(values, self.block, operand.format, operand.scale, out, parts, threads=threads)
+        if done is not None:
+            return done.totals
+        made = out if values.is_cpu else tuple(one.new_empty(one.shape, device=values.device) for one in out)
+        statistics = quantize_into(values, operand, made[0], made[1], statistics=True).statistics
+        assert statistics is not None
+        for one, there in zip(made, out, strict=True):
+            if one is not there:
+                there.copy_(one)
+        return statistics.totals(parts)
+
+    def _count(self, experts: slice, totals: torch.Tensor) -> None:
+        if self.totals is None:
+            count = self.entry.shape[0] if len(self.entry.shape) == 3 else 1
+            self.totals = totals.new_zeros(count, len(TOTALS))
+        rows = self.totals[experts]
+        rows[:, :-1] += totals[:, :-1]
+        torch.maximum(rows[:, -1], totals[:, -1], out=rows[:, -1])
+
+
+class Casts:
+    """The tensors of a push that its trainer may cast, by what all workers answered to ``begin``."""
+
+    def __init__(self, manifest: Manifest, answers: Sequence[Mapping[str, Any]]) -> None:
+        operands: dict[int, set[Operand | None]] = {}
+        for answer in answers:
+            for operand, numbers in answer.get("castable", ()):
+                for i in numbers:
+                    operands.setdefault(i, set()).add(None if operand is None else operand_of(operand))
+        self._castable = {
+            i: Cast(manifest[i], operand, operand.block)
+            for i, (operand, *others) in operands.items()
+            if operand is not None and operand.block is not None and not others
+        }
+
+    def of(self, i: int, tensor: torch.Tensor) -> Cast | None:
+        """Return the cast of a tensor by its number; None if it goes as values."""
+        cast = self._castable.get(i)
+        if cast is None or tensor.dtype not in SOURCES or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        return cast if not tensor.is_neg() and (not tensor.is_cpu or build.library() is not None) else None
+
+    def told(self) -> dict[int, dict[str, list[Any]]]:
+        """Return what the casts did to each tensor, by its number, as a receipt takes it."""
+        found = {}
+        for i, cast in self._castable.items():
+            if cast.totals is not None:
+                columns = cast.totals.cpu().numpy().T
+                found[i] = {
+                    name: numbers.astype(kind).tolist()
+                    for (name, kind), numbers in zip(_COUNTED.items(), columns, strict=True)
+                }
+        return found
+
+
+def operand_of(row: Sequence[Any]) -> Operand:
+    """Return an operand of plain values, as ``dataclasses.astuple`` made them."""
+    format, block, *rest = row
+    return Operand(format, None if block is None else tuple(block), *rest)
