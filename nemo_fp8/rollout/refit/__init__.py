@@ -7,6 +7,7 @@ Read ``push`` first, which is the whole of it on one page, and then ``worker.rou
 
     push          the order of things, on the trainer's side
     manifest      what a push will bring
+    casting       tensors that the trainer casts on their way
     ledger        the engine's bits on the trainer's side, and what differs from them
     patch         differences of bits, as bytes
     wire, memory  tensors cut into buffers, and the way of a buffer to the workers; channel tells them of it
@@ -14,7 +15,7 @@ Read ``push`` first, which is the whole of it on one page, and then ``worker.rou
     door          the server's side of HTTP
     fingerprint   a short name for the bytes of a tensor
     receipt       what a push did
-    worker        the workers' side: session, patches, plan, routes, sinks, layouts
+    worker        the workers' side: session, patches, plan, keeping, routes, sinks, layouts
 """
 
 from nemo_fp8.extras import require
