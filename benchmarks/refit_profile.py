@@ -18,6 +18,7 @@ from nemo_fp8.rollout.engine.worker import NemoFp8Worker
 SENDER = (
     ("manifest of the tensors", "manifest.py", "of"),
     ("calls of the workers (begin, open, finish, cache)", "alive.py", "answered"),
+    ("casts into the buffers", "casting.py", "put"),
     ("copies into the buffers", "wire.py", "_copy"),
     ("waits until a buffer is free, or all is written", "channel.py", "wait"),
     ("messages", "channel.py", "send"),
@@ -26,6 +27,7 @@ SENDER = (
 WORKER = (
     ("begin: manifest, plan, checks", "session.py", "nemo_fp8_refit_begin"),
     ("write", "session.py", "write"),
+    ("of it, codes that came, copied and fingerprinted", "sinks.py", "_take_codes"),
     ("of it, quantize", "quantize.py", "quantize_into"),
     ("of it, within the compiled kernel", "cpu.py", "_run"),
     ("of it, copies, fingerprints and magnitudes", "fingerprint.py", "add"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from rollout.far_cases import MX, told
 from rollout.test_reload import Distant, differing, held
+from support.rollout.engines import fp8
 from support.rollout.in_process import Worker, build, weights_of
 from support.rollout.models import stacked
 from support.rollout.servers import Served
@@ -345,3 +346,18 @@ def test_a_server_holds_what_was_cast_before_it_came(checkpoint, put):
             assert put == []
     finally:
         served.stop()
+
+
+@pytest.mark.long
+def test_workers_of_tensor_parallelism_take_their_parts(engine, checkpoint, put):
+    """Of matrices that are cut between blocks, by rows and by columns."""
+    shape = {"hidden": 1024, "layers": 2, "intermediate": 1280}
+    tensors = weights_of(checkpoint("qwen3", 1, **shape))
+    several = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    llm = engine(checkpoint("qwen3", 0, **shape), **fp8() | several)
+    receipt = Refit(llm).push(tensors).require()
+    assert {name.split(".")[-2] for name in put} >= {"gate_proj", "up_proj", "down_proj"}
+    put.clear()
+    again = Refit(llm).push(tensors, verify=True).require()
+    assert (put, again.fingerprint) == ([], receipt.fingerprint)
+    assert [t.fingerprints for t in again.tensors] == [t.fingerprints for t in receipt.tensors]
