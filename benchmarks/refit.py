@@ -6,18 +6,18 @@ engine would take a processor. The wall clock is what a trainer waits. A push ke
 casts or copies while the worker writes, and vLLM's EngineCore asks for an answer), so on a machine with few processors,
 or a busy one, the processor time of the sender and of the worker is told beside it. Threads of OpenMP that wait do not
 spin (`OMP_WAIT_POLICY=passive`, unless the variable says otherwise): they would take a processor from the other side.
-"From shared memory" is a push of SharedWeights, which are not copied. "By rows" is BF16 that is multiplied as it lies in
-a checkpoint, and not packed. vLLM's own reload reads the same checkpoint from disk (the system's cache) in the worker,
-through the same quantization method, in an engine to which nothing is pushed: a push has the C library keep freed memory, by which a later reload is faster, too. The copy limit is that of a plain
-torch copy of as many bytes as the tensors have, in turns with the pushes. Extra memory is what the high-water marks of
-the sender and of the worker rise by. A stack of experts is 128 experts in each of 48 layers, of 128x128 matrices, as
-two tensors a layer; it is pushed to an engine of its own, in turns with a dense model of as many bytes. A push of
-changes is one after a step that moves every weight by 3e-6; its goal is to take less time than a push of everything,
-and a tenth of the bytes of all codes, scales and BF16 values. It quantizes in the trainer and compares with what was
-sent, so it has to save more time on the way than that takes: on one host it is measured through shared memory, where
-bytes cost next to nothing, and over HTTP to a server of its own, as to another host. A push of codes is one of a
-trainer that keeps FP8 weights: codes with their scales, which are there before it begins; its limit is a copy of the
-BF16 values that they stand for.
+"From shared memory" is a push of SharedWeights, which are not copied. "By rows" is BF16 that is multiplied as it lies
+in a checkpoint, and not packed. vLLM's own reload reads the same checkpoint from disk (the system's cache) in the
+worker, through the same quantization method, in an engine to which nothing is pushed: a push has the C library keep
+freed memory, by which a later reload is faster, too. The copy limit is that of a plain torch copy of as many bytes as
+the tensors have, in turns with the pushes. Extra memory is what the high-water marks of the sender and of the worker
+rise by. A stack of experts is 128 experts in each of 48 layers, of 128x128 matrices, as two tensors a layer; it is
+pushed to an engine of its own, in turns with a dense model of as many bytes. A push of changes is one after a step that
+moves every weight by 3e-6; its goal is to take less time than a push of everything, and a tenth of the bytes of all
+codes, scales and BF16 values. It quantizes in the trainer and compares with what was sent, so it has to save more time
+on the way than that takes: on one host it is measured through shared memory, where bytes cost next to nothing, and over
+HTTP to a server of its own, as to another host. A push of codes is one of a trainer that keeps FP8 weights: codes with
+their scales, which are there before it begins; its limit is a copy of the BF16 values that they stand for.
 """
 
 from __future__ import annotations

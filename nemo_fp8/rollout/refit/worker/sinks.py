@@ -216,8 +216,7 @@ class Blocks(Sink):
             return
         if not self.straddling:
             self._quantize(route, matrices, start, stack, at)
-            if row + values.shape[0] == rows_of(route):
-                self.prints[route].close()  # the sums of the next tensor have its memory
+            self._close(route, row + values.shape[0])
             return
         to = part_of(route, row, values.shape[0])
         for m, matrix in zip(matrices, stack, strict=True):
@@ -230,8 +229,15 @@ class Blocks(Sink):
     def write_cast(self, route: Route, row: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Write codes from ``row`` on, and their scales, which the sender has cast as this engine does. It has seen the
         values, and counts what became of them."""
-        self._take_codes(route, *self._as_stack(route, row, codes))
+        self._take_codes(route, *self._as_stack(route, row, codes), magnitudes=False)
         self.write_scales(route, blocks_of(part_of(route, row, codes.shape[0]), self.block), scales)
+        self._close(route, row + codes.shape[0])
+
+    def _close(self, route: Route, rows: int) -> None:
+        """Keep no more of a fingerprint than it needs, once all rows have come: the next tensor's sums have its
+        memory."""
+        if rows == rows_of(route):
+            self.prints[route].close()
 
     def _as_stack(self, route: Route, row: int, values: torch.Tensor) -> tuple[range, int, torch.Tensor]:
         """Return the matrices that rows of a route's source go to, their first row there, and the rows as [matrices,
@@ -241,21 +247,25 @@ class Blocks(Sink):
         (start, stop), (left, right) = to[-2:]
         return matrices, start, values.reshape(len(matrices), stop - start, right - left)
 
-    def _take_codes(self, route: Route, matrices: range, row: int, codes: torch.Tensor) -> torch.Tensor:
+    def _take_codes(
+        self, route: Route, matrices: range, row: int, codes: torch.Tensor, magnitudes: bool = True
+    ) -> torch.Tensor:
         """Write codes, [matrices, rows, columns], from ``row`` on: all as one matrix if they lie like that. Return the
-        largest magnitude of each of their rows. A kernel of a CPU reads them once."""
+        largest magnitude of each of their rows, if these are wanted. A kernel of a CPU reads them once."""
         live, _ = self._live(matrices, row, codes.shape[1])
         if live is None:
             each = zip(matrices, codes, strict=True)
-            return torch.cat([self._take_codes(route, range(m, m + 1), row, matrix[None]) for m, matrix in each])
+            return torch.cat(
+                [self._take_codes(route, range(m, m + 1), row, matrix[None], magnitudes) for m, matrix in each]
+            )
         flat = codes.reshape(-1, codes.shape[2])
-        done = kernels.sums(flat, live, order=self.layout.order)
+        done = kernels.sums(flat, live, magnitudes, self.layout.order)
         if done is None:
             self.layout.store(live, 0, flat)
             return self.prints[route].copy(flat, None)
-        of_rows, of_columns, magnitudes = done
+        of_rows, of_columns, largest = done
         self.prints[route].add_sums(of_rows, of_columns, flat.shape[1])
-        return magnitudes
+        return largest
 
     def _see_codes(self, route: Route, magnitudes: torch.Tensor, at: slice) -> None:
         """Note the largest magnitude of the codes of each expert; each has as many rows as another."""
