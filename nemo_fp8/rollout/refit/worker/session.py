@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
+from nemo_fp8.contract import Operand
 from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.engine import released
@@ -102,10 +103,13 @@ class Session:
         """How small tensors are written; None where they take their sinks."""
         self.by_table: list[int] = []
         """The tensors that were."""
-        self.castable = {} if verify else plan.castable(self.sinks)
-        """The operands by which large tensors may be cast before they come, by their numbers; None for values only."""
         self.sealing = False
         """Whether a push of changes may follow, which has to find out what others wrote in between."""
+
+    @functools.cached_property
+    def castable(self) -> Mapping[int, Operand | None]:
+        """The operands by which large tensors may be cast before they come, by their numbers; None for values only."""
+        return {} if self.verify else self.plan.castable(self.sinks)
 
     @torch.no_grad()
     def write(self, memory: Opened, pieces: Any, stays: bool = False) -> None:
