@@ -233,6 +233,7 @@ def test_no_piece_of_codes_is_believed(checkpoint, small, piece, words):
     message = {"push": "a", "memory": memory.handle, "pieces": [[manifest.places[name], *numbers]]}
     (answer,) = worker.call("write", message)
     assert words in str(answer["problems"])
+    assert not worker._refit_mixed  # so the engine may go on
     assert differing(held(worker.model_runner.get_model()), before) == []
 
 

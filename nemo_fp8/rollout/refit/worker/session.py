@@ -164,13 +164,14 @@ class Session:
     def _write_codes(self, memory: Opened, i: int, row: int, rows: int, offset: int, scales_at: int) -> None:
         """Write rows [row, row+n) of tensor ``i``, as the sender has cast them, to every local parameter that holds a
         part of them."""
-        self.written = True
-        self.rows[i] += rows
         operand, shape = self.castable.get(i), (rows, *self.plan.manifest[i].shape[1:])
         if operand is None or operand.block is None:  # no part of it is here
+            self.rows[i] += rows
             return
         codes = memory.read(offset, casting.CODES, shape).to(self.device)
         scales = memory.read(scales_at, casting.scales_type(operand), grid_of(shape, operand.block)).to(self.device)
+        self.written = True
+        self.rows[i] += rows
         for route in self.plan.routes.by_entry[i]:
             sink = self.sinks[route.target]
             assert isinstance(sink, Blocks)
