@@ -34,12 +34,18 @@ def compare(x, tile, kind, parts):
     assert torch.equal(summed.of_rows, rows)
     assert torch.equal(summed.of_columns, columns)
     torch.testing.assert_close(summed.totals, statistics.totals(parts), rtol=1e-12, atol=0, equal_nan=True)
+    other = room_for(x.shape, tile, kind)
+    alone = kernels.quantize_summed(x, tile, "e4m3", kind, other, parts, with_sums=False)
+    same(other[0], codes)
+    same(other[1], scales)
+    assert alone.of_rows.numel() == alone.of_columns.numel() == 0
+    torch.testing.assert_close(alone.totals, summed.totals, rtol=0, atol=0, equal_nan=True)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 300),
-    columns=st.sampled_from([1, 7, 128, 130, 2048, 2052, 4100]),
+    columns=st.sampled_from([1, 7, 128, 130, 256, 384, 2048, 2052, 4100]),
     dtype=st.sampled_from(SOURCES),
     values_of=st.sampled_from(["gaussian", "specials", "zero"]),
     tile=st.sampled_from(TILES),
@@ -52,14 +58,14 @@ def test_a_matrix_is_summed_up_as_after_the_cast(rows, columns, dtype, values_of
 
 @pytest.mark.parametrize("isa", ["native", "avx2", "plain"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("columns", [4096, 4104], ids=["whole lines", "ragged"])
+@pytest.mark.parametrize("columns", [128, 256, 4096, 4104], ids=["narrow", "two", "whole lines", "ragged"])
 def test_each_part_of_a_stack_has_its_own_totals(isa, tile, columns, monkeypatch):
     """In as many strips and threads as a large matrix takes, and with values that need the slow way in one part."""
     build_for(isa, monkeypatch)
     x = values((1024, columns), torch.bfloat16, 3, "gaussian")
     x[5:7, ::3] *= 2.0**-30  # nothing is left of these
     compare(x, tile, "fp32", 8)
-    x[300, 5], x[301, 4000], x[302, :64] = float("inf"), float("nan"), 0
+    x[300, 5], x[301, columns - 96], x[302, :64] = float("inf"), float("nan"), 0
     compare(x, tile, "fp32", 8)
     totals = kernels.quantize_summed(x, tile, "e4m3", "fp32", room_for(x.shape, tile, "fp32"), 8).totals
     assert totals[:, TOTALS.index("nonfinite")].tolist() == [0, 0, 2, 0, 0, 0, 0, 0]

@@ -66,7 +66,7 @@ class Summed(NamedTuple):
     """What it did to each part of the rows, [parts, TOTALS] in FP64."""
     of_rows: torch.Tensor
     of_columns: torch.Tensor
-    """The wrapping sums of the codes as 64-bit words, as :func:`sums` returns them."""
+    """The wrapping sums of the codes as 64-bit words, as :func:`sums` returns them; empty if they were not wanted."""
 
 
 def quantize(
@@ -103,10 +103,11 @@ def quantize_summed(
     parts: int = 1,
     order: Order = Order.ROWS,
     threads: int | None = None,
+    with_sums: bool = True,
 ) -> Summed | None:
     """Quantize a matrix into codes and scales; return what that did to each of ``parts`` equal parts of its rows, and
-    the sums of the codes, or None if there is no kernel. Only CPUs have one. ``order`` is how the codes shall lie;
-    ``threads`` is how many work, None for as many as torch has.
+    the sums of the codes, if wanted, or None if there is no kernel. Only CPUs have one. ``order`` is how the codes
+    shall lie; ``threads`` is how many work, None for as many as torch has.
 
     A matrix is read once and its codes are written once, where statistics and :func:`sums` after the cast read the
     codes again, and keep numbers of every tile until somebody adds them up. Parts end where tiles end. Raises
@@ -116,7 +117,7 @@ def quantize_summed(
         return None
     check_out(out, x, tile, format_of(element_format).dtype, scale_kind)
     found: Summed | None = _module("cpu").quantize_summed(
-        x, tile, element_format, scale_kind, out, parts, order, threads
+        x, tile, element_format, scale_kind, out, parts, order, threads, with_sums
     )
     return found
 

@@ -166,6 +166,7 @@ def quantize_summed(
     parts: int,
     order: Order,
     team: int | None,
+    with_sums: bool,
 ) -> Summed | None:
     """Do what :func:`quantize` does, into memory that fits, and sum up what it did; None if there is no kernel for it.
 
@@ -181,14 +182,13 @@ def quantize_summed(
         return None
     if not _can_lie(codes, tile, order):
         return None
-    words = -(-columns // 8)
-    memory = torch.empty(len(TOTALS) * parts + rows + words, dtype=torch.int64)
-    first = len(TOTALS) * parts
-    of_parts, of_rows, of_columns = memory[:first], memory[first : first + rows], memory[first + rows :]
+    sizes = [len(TOTALS) * parts, rows, -(-columns // 8)] if with_sums else [len(TOTALS) * parts, 0, 0]
+    of_parts, of_rows, of_columns = torch.split(torch.empty(sum(sizes), dtype=torch.int64), sizes)
     _run(
         library, x, tile, format_of(element_format), codes, scaling=scaling, scale_inv=scale_inv,
-        scale_stride=scale_inv.stride(0), scale_if_tiny=torch.finfo(x.dtype).max, totals=of_parts, of_rows=of_rows,
-        of_columns=of_columns, rows_of_total=rows // parts, order=order, threads=team or threads(x),
+        scale_stride=scale_inv.stride(0), scale_if_tiny=torch.finfo(x.dtype).max, totals=of_parts,
+        of_rows=of_rows if with_sums else None, of_columns=of_columns if with_sums else None,
+        rows_of_total=rows // parts, order=order, threads=team or threads(x),
     )  # fmt: skip
     return Summed(of_parts.view(torch.float64).view(parts, len(TOTALS)), of_rows, of_columns)
 

@@ -97,47 +97,51 @@ INLINE void cast_bf16(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, c
     memcpy(codes + c, there, (size_t)(n - c));
 }
 
-/* The same for ABREAST rows of whole blocks, counted and summed up, of tiles that are no columns. What is kept for a block of columns
-   is loaded and stored once for all of these rows, and what is kept for a row stays in a register. */
+/* The same for `rows` rows of whole blocks, ABREAST at a time, counted, of tiles that are no columns; and with `sum` summed up, too. What
+   is kept for a block of columns is loaded and stored once for ABREAST rows, and what is kept for a row stays in a register. */
 enum { ABREAST = 4 };
 
-INLINE void cast_abreast(const uint16_t *x, int64_t stride, uint8_t *to, int64_t codes_stride, int64_t n, const char *ask, int stream,
-                         row_options o, steps k, int count, counts *restrict s, uint64_t *restrict columns, uint64_t *of_rows) {
+INLINE void cast_abreast(const uint16_t *x, int64_t stride, uint8_t *to, int64_t codes_stride, int64_t rows, int64_t n, const char *ask,
+                         int stream, row_options o, steps k, counts *restrict s, int sum, uint64_t *restrict columns,
+                         uint64_t *restrict of_rows) {
     enum { SUMS = BLOCK / 32 };
-    words rows[ABREAST];
-    UNROLLED
-    for (int r = 0; r < ABREAST; r++) rows[r] = V_BITS(setzero)();
-    for (int64_t c = 0; c < n; c += BLOCK) {
-        float *signal = s->signal + (c >> 5) * LANES, *noise = s->noise + (c >> 5) * LANES;
-        words *least = (words *)(s->least + c), least_here = count == ADD ? V_BITS(loadu)(least) : V(set1_epi8)(-1);
-        words *column = (words *)(columns + c / 8), sum = V_BITS(loadu)(column);
-        reals signals[SUMS], noises[SUMS], scale[2];
+    for (int64_t first = 0; first < rows; first += ABREAST) {
+        words sums[ABREAST];
         UNROLLED
-        for (int i = 0; i < SUMS; i++) {
-            signals[i] = count == ADD ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
-            noises[i] = count == ADD ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
+        for (int r = 0; r < ABREAST; r++) sums[r] = V_BITS(setzero)();
+        for (int64_t c = 0; c < n; c += BLOCK) {
+            float *signal = s->signal + (c >> 5) * LANES, *noise = s->noise + (c >> 5) * LANES;
+            words *least = (words *)(s->least + c), least_here = first ? V_BITS(loadu)(least) : V(set1_epi8)(-1);
+            words *column = (words *)(columns + c / 8), of_column = sum ? V_BITS(loadu)(column) : V_BITS(setzero)();
+            reals signals[SUMS], noises[SUMS], scale[2];
+            UNROLLED
+            for (int i = 0; i < SUMS; i++) {
+                signals[i] = first ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
+                noises[i] = first ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
+            }
+            for (int g = 0; g < 2; g++) scale[g] = V(set1_ps)(o.scale[(c + (SUMS > 1 ? g * GROUP : 0)) >> o.shift]);
+            UNROLLED
+            for (int r = 0; r < ABREAST; r++) {
+                int64_t at = (first + r) * stride + c;
+                for (int64_t i = 0; i < 2 * BLOCK; i += 64) _mm_prefetch(ask + 2 * at + i, _MM_HINT_T1);
+                words x0 = V_BITS(loadu)((const words *)(x + at)), x1 = V_BITS(loadu)((const words *)(x + at + GROUP)), magnitudes;
+                words out = encode_block(x0, x1, scale, scale, k, 0, ADD, signals, noises, &magnitudes);
+                words below = V(sub_epi8)(magnitudes, V(set1_epi8)(1));
+                uint64_t zeros = negative_of(below);
+                if (zeros) count_lost(zeros & numbers_of(x0, x1), c, o);
+                least_here = V(min_epu8)(below, least_here);
+                if (sum) of_column = V(add_epi64)(of_column, out), sums[r] = V(add_epi64)(sums[r], out);
+                words *there = (words *)(to + (first + r) * codes_stride + c);
+                if (stream) V_BITS(stream)(there, out);
+                else V_BITS(storeu)(there, out);
+            }
+            UNROLLED
+            for (int i = 0; i < SUMS; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
+            V_BITS(storeu)(least, least_here);
+            if (sum) V_BITS(storeu)(column, of_column);
         }
-        for (int g = 0; g < 2; g++) scale[g] = V(set1_ps)(o.scale[(c + (SUMS > 1 ? g * GROUP : 0)) >> o.shift]);
-        UNROLLED
-        for (int r = 0; r < ABREAST; r++) {
-            int64_t at = r * stride + c;
-            for (int64_t i = 0; i < 2 * BLOCK; i += 64) _mm_prefetch(ask + 2 * at + i, _MM_HINT_T1);
-            words x0 = V_BITS(loadu)((const words *)(x + at)), x1 = V_BITS(loadu)((const words *)(x + at + GROUP)), magnitudes;
-            words out = encode_block(x0, x1, scale, scale, k, 0, count, signals, noises, &magnitudes);
-            words below = V(sub_epi8)(magnitudes, V(set1_epi8)(1));
-            uint64_t zeros = negative_of(below);
-            if (zeros) count_lost(zeros & numbers_of(x0, x1), c, o);
-            least_here = V(min_epu8)(below, least_here);
-            sum = V(add_epi64)(sum, out), rows[r] = V(add_epi64)(rows[r], out);
-            words *there = (words *)(to + r * codes_stride + c);
-            if (stream) V_BITS(stream)(there, out);
-            else V_BITS(storeu)(there, out);
-        }
-        UNROLLED
-        for (int i = 0; i < SUMS; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
-        V_BITS(storeu)(column, sum), V_BITS(storeu)(least, least_here);
+        for (int r = 0; r < ABREAST && sum; r++) of_rows[first + r] = sum_of_words(sums[r]);
     }
-    for (int r = 0; r < ABREAST; r++) of_rows[r] += sum_of_words(rows[r]);
 }
 
 typedef void bf16_function(const uint16_t *, uint8_t *, int64_t, int64_t, const char *, const row_options *, const steps *, counts *);
@@ -150,16 +154,6 @@ BF16_ROW(bf16_wide, 0, NONE) BF16_ROW(bf16_wide_set, 0, SET) BF16_ROW(bf16_wide_
 BF16_ROW(bf16_columns, 1, NONE) BF16_ROW(bf16_columns_set, 1, SET) BF16_ROW(bf16_columns_add, 1, ADD)
 static bf16_function *const CAST_BF16[2][3] = {{bf16_wide, bf16_wide_set, bf16_wide_add},
                                                {bf16_columns, bf16_columns_set, bf16_columns_add}};
-
-typedef void abreast_function(const uint16_t *, int64_t, uint8_t *, int64_t, int64_t, const char *, int, const row_options *,
-                              const steps *, counts *, uint64_t *, uint64_t *);
-#define BF16_ABREAST(NAME, COUNT) \
-    static void NAME(const uint16_t *x, int64_t stride, uint8_t *to, int64_t codes_stride, int64_t n, const char *ask, int stream, \
-                     const row_options *o, const steps *k, counts *s, uint64_t *columns, uint64_t *of_rows) { \
-        cast_abreast(x, stride, to, codes_stride, n, ask, stream, *o, *k, COUNT, s, columns, of_rows); \
-    }
-BF16_ABREAST(abreast_set, SET) BF16_ABREAST(abreast_add, ADD)
-static abreast_function *const CAST_ABREAST[] = {[SET] = abreast_set, [ADD] = abreast_add};
 
 /* ------------------------------------------------------------------------------- from lanes to tiles, several at once */
 
@@ -227,10 +221,25 @@ INLINE void gather_wide(const counts *s, int64_t n, int64_t tiles, int64_t width
     for (; t < tiles; t += 16) least_of_16_tiles(s->least + t * n, least + t, n, width - t * n);
 }
 
+/* The largest magnitude of each of NARROW columns, in so many rows of 16-bit floats: in registers from the first row to the last. With so
+   few columns that is faster than a few rows at a time (fp8_tops.h), which are hardly begun when they end. */
+enum { NARROW = 128 };
+#define MAGNITUDES_AT(X) V_BITS(and)(V_BITS(loadu)((const words *)(X)), V(set1_epi16)(0x7fff))
+
+static void tops_of_narrow(const uint16_t *x, int64_t stride, int64_t rows, uint16_t *tops) {
+    words v[NARROW / GROUP];
+    UNROLLED
+    for (int i = 0; i < NARROW / GROUP; i++) v[i] = V_BITS(setzero)();
+    for (int64_t r = 0; r < rows; r++, x += stride)
+        UNROLLED
+        for (int i = 0; i < NARROW / GROUP; i++) v[i] = V(max_epu16)(v[i], MAGNITUDES_AT(x + i * GROUP));
+    UNROLLED
+    for (int i = 0; i < NARROW / GROUP; i++) V_BITS(storeu)((words *)(tops + i * GROUP), v[i]);
+}
+
 /* The largest magnitudes of 8 tiles of n >= 32 BF16 values, as floats. */
 INLINE void tops_of_8(const uint16_t *x, int64_t n, float *amax) {
     words v[8];
-#define MAGNITUDES_AT(X) V_BITS(and)(V_BITS(loadu)((const words *)(X)), V(set1_epi16)(0x7fff))
     UNROLLED
     for (int t = 0; t < 8; t++) {
         v[t] = MAGNITUDES_AT(x + t * n);

@@ -96,7 +96,16 @@ static int find_amaxes(const strip *s) {
     const char *tops = s->x; /* a single row is its own row of largest magnitudes */
     int64_t size = bytes_of(j->source), wide = j->tile_cols, t = 0;
     uint32_t most = 0;
-    if (s->rows > 1) find_tops(s->x, j->stride * size, s->rows, s->w->tops, s->width, j->source), tops = (const char *)s->w->tops;
+    if (s->rows > 1) {
+        tops = (const char *)s->w->tops;
+#ifdef BLOCK
+        if (size == 2 && s->width <= 2 * NARROW && s->width % NARROW == 0)
+            for (int64_t c = 0; c < s->width; c += NARROW)
+                tops_of_narrow((const uint16_t *)s->x + c, j->stride, s->rows, (uint16_t *)s->w->tops + c);
+        else
+#endif
+            find_tops(s->x, j->stride * size, s->rows, s->w->tops, s->width, j->source);
+    }
     if (wide == 1) magnitudes(tops, s->w->amax, t = s->tiles, j->source);
 #ifdef BLOCK
     else if (size == 2 && j->source != FP16) t = tops_of_tiles((const uint16_t *)tops, s->width / wide, wide, s->w->amax);
@@ -206,6 +215,29 @@ static void unscale_roots(float *restrict sums, const float *restrict scale_inv,
     for (int64_t t = 0; t < n; t++) sums[t] = sqrtf(sums[t]) * scale_inv[t];
 }
 
+/* The same of a tile with an infinity. Its scale is too small for its other values: their squares, scaled, would be zero. */
+static void find_roots_beside_infinity(const strip *s, format f, int64_t t) {
+    const job *j = s->j;
+    int64_t first = t * j->tile_cols, last = least_of(first + j->tile_cols, s->width);
+    double unit = (double)value(f.least + (126u << 23)) * s->w->scale_inv[t], signal = 0, noise = 0; /* a code's bits, as a float's, times it */
+    for (int64_t r = 0; r < s->rows; r++)
+        for (int64_t c = first; c < last; c++) {
+            uint32_t u = widen(s->x + r * j->stride * bytes_of(j->source), c, j->source) & 0x7fffffff;
+            if (u >= INFINITE) continue;
+            double x = value(u), lost = x - value((encode(u, s->w->scale[t], f, 0, NONE, NULL, 0) & 0x7f) << f.drop) * unit;
+            signal += x * x, noise += lost * lost;
+        }
+    s->w->signal[t] = (float)sqrt(signal), s->w->noise[t] = (float)sqrt(noise);
+}
+
+/* Sums are of scaled values. Their unscaled roots are in the range of floats; unscaled sums would need doubles. */
+static void find_roots(const strip *s, format f, int tame) {
+    scratch *w = s->w;
+    unscale_roots(w->signal, w->scale_inv, s->tiles), unscale_roots(w->noise, w->scale_inv, s->tiles);
+    for (int64_t t = 0; t < s->tiles && !tame; t++)
+        if (bits(w->amax[t]) == INFINITE) find_roots_beside_infinity(s, f, t);
+}
+
 /* What is kept for each tile lies in one piece of memory, from the norms to the largest codes. */
 static int64_t bytes_of_counts(const job *j) {
     return (char *)j->largest - (char *)j->norm + height_of(j) * ((j->cols + j->tile_cols - 1) / j->tile_cols);
@@ -219,10 +251,8 @@ static void ask_for_counts(const job *j, int64_t at, int64_t n) {
     ask_for(j->least + at, n), ask_for(j->largest + at, n);
 }
 
-/* Sums are of scaled values. Their unscaled roots are in the range of floats; unscaled sums would need doubles. */
 static void store_counts(const job *j, scratch *w, int64_t at, int64_t n, int tame, int streams) {
     int64_t bytes = j->count_bytes;
-    unscale_roots(w->signal, w->scale_inv, n), unscale_roots(w->noise, w->scale_inv, n);
     put(j->norm + at, w->signal, n * 4, streams), put(j->error_norm + at, w->noise, n * 4, streams);
     store_counters((char *)j->underflow + at * bytes, w->underflow, n, bytes, w->row, streams);
     if (j->saturated) {
@@ -237,7 +267,6 @@ static void store_counts(const job *j, scratch *w, int64_t at, int64_t n, int ta
 /* The same summed up over the tiles of a strip; roots are rounded to floats as there, and their squares are added as doubles. */
 static total total_of(scratch *w, int64_t n, int tame) {
     total sum = {0};
-    unscale_roots(w->signal, w->scale_inv, n), unscale_roots(w->noise, w->scale_inv, n);
     for (int64_t t = 0; t < n; t++) {
         sum.signal += (double)w->signal[t] * w->signal[t], sum.noise += (double)w->noise[t] * w->noise[t];
         sum.largest = w->amax[t] > sum.largest ? w->amax[t] : sum.largest, sum.underflow += w->underflow[t];
@@ -307,7 +336,7 @@ static void cast_strip(const strip *s, uint8_t *codes, spot at, format f, int ta
 #ifdef BLOCK
 /* The same for tame BF16, a piece of PIECE columns in each of ABREAST rows at a time: memory is faster in several places at once
    than in one, and with AVX-512 the cast is fast enough to notice. `ask` is what to prefetch. */
-enum { PIECE = BLOCK == 64 ? 512 : STRIP };
+enum { PIECE = BLOCK == 64 ? 512 : STRIP, TALLEST = 255 /* rows of a tile */ };
 
 static void largest_codes(const float *restrict amax, const float *restrict scale, uint8_t *restrict to, int64_t n, format f) {
     for (int64_t t = 0; t < WHOLE(n); t++) to[t] = (uint8_t)encode(bits(amax[t]), scale[t], f, 1, NONE, NULL, 0);
@@ -319,27 +348,26 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, spot at, format f, c
     int columns = j->tile_cols == 1, streams = streams_of(j);
     int64_t step = apart_of(j);
     row_options o = {w->scale, w->underflow, 63 - __builtin_clzll((uint64_t)j->tile_cols), streams && !j->of_rows};
-    int abreast = !columns && counted(j) && j->of_rows && s->width % BLOCK == 0;
-    int lines = streams && ((uintptr_t)codes & (BLOCK - 1)) == 0 && step % BLOCK == 0; /* every row begins with a whole one */
+    int abreast = !columns && counted(j) && s->width % BLOCK == 0 && s->rows % ABREAST == 0;
     if (columns) apart(w->scale, w->slots, s->width, 0), o.scale = w->slots;
     else if (counted(j)) memset(w->underflow, 0, (size_t)s->tiles * 4);
-    for (int64_t first = 0; first < s->rows; first += ABREAST) {
-        int64_t last = least_of(first + ABREAST, s->rows);
-        uint64_t of_rows[ABREAST] = {0};
-        if (abreast && last == first + ABREAST)
-            CAST_ABREAST[first ? ADD : SET]((const uint16_t *)s->x + first * j->stride, j->stride, codes + first * step,
-                                            step, s->width, ask + first * j->stride * 2, lines, &o, k, &w->counts,
-                                            w->columns + at.column / 8, of_rows);
-        else for (int64_t c = 0; c < s->width; c += PIECE)
-            for (int64_t r = first, end = least_of(c + PIECE, s->width); r < last; r++) {
+    uint64_t of_rows[TALLEST] = {0};
+    if (abreast) {
+        int lines = streams && ((uintptr_t)codes & (BLOCK - 1)) == 0 && step % BLOCK == 0; /* every row begins with a whole one */
+#define CAST_ABREAST(SUM) cast_abreast((const uint16_t *)s->x, j->stride, codes, step, s->rows, s->width, ask, lines, o, *k, &w->counts, \
+                                       SUM, w->columns + at.column / 8, of_rows)
+        if (j->of_rows) CAST_ABREAST(1);
+        else CAST_ABREAST(0);
+    } else for (int64_t first = 0; first < s->rows; first += ABREAST)
+        for (int64_t c = 0; c < s->width; c += PIECE)
+            for (int64_t r = first, last = least_of(first + ABREAST, s->rows), end = least_of(c + PIECE, s->width); r < last; r++) {
                 uint8_t *out = codes + r * step, *row = j->of_rows ? w->row : out;
                 CAST_BF16[columns][counted(j) ? r ? ADD : SET : NONE](
                     (const uint16_t *)s->x + r * j->stride, row, c, end, ask + r * j->stride * 2, &o, k, &w->counts);
                 if (row == out) continue;
-                of_rows[r - first] += put_and_sum(out + c, row + c, end - c, w->columns + (at.column + c) / 8, streams);
+                of_rows[r] += put_and_sum(out + c, row + c, end - c, w->columns + (at.column + c) / 8, streams);
             }
-        for (int64_t r = first; r < last && j->of_rows; r++) add_to_row(j, at.row * j->tile_rows + r, of_rows[r - first]);
-    }
+    for (int64_t r = 0; r < s->rows && j->of_rows; r++) add_to_row(j, at.row * j->tile_rows + r, of_rows[r]);
     if (!counted(j)) return;
     int64_t there = (s->width + BLOCK - 1) / BLOCK * BLOCK, n = s->tiles;
     if (columns) {
@@ -398,6 +426,7 @@ static int work_on(const job *j, format f, const steps *k, scratch *w, spot at, 
 #endif
         cast_strip(&s, codes, at, f, tame);
     if (j->order == FOR_AMX) turn_strip(&s, at);
+    if (counted(j)) find_roots(&s, f, tame);
     if (j->totals) j->of_strips[at.row * strips_of(j) + at.column / width_of_strip(j->tile_rows)] = total_of(w, s.tiles, tame);
     if (j->norm) store_counts(j, w, at.row * grid + tile, s.tiles, tame, streams);
     return tame;
