@@ -23,10 +23,10 @@ from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
 from nemo_fp8.rollout.refit.patch import LONGEST, PATTERNS, SCALES, VALUES, decode, encode, size_of
 from nemo_fp8.rollout.refit.wire import AT_ONCE, cut
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.layouts import AMX, ROWS, Tally
 from nemo_fp8.rollout.refit.worker.patches import moved, place_of
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
-from nemo_fp8.rollout.refit.worker.sinks import Blocks
 
 
 @st.composite

@@ -26,7 +26,7 @@ from nemo_fp8.rollout.refit import Manifest, SharedWeights, fingerprint, wire
 from nemo_fp8.rollout.refit.channel import Channel, Ended, Line
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
 from nemo_fp8.rollout.refit.memory import Opened
-from nemo_fp8.rollout.refit.worker import sinks
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.layouts import AMX, ROWS, Facts, Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
@@ -391,8 +391,8 @@ def test_no_work_is_done_expert_by_expert(moe, monkeypatch):
         casts.append(tuple(values.shape))
         return cast(sink, values, *arguments)
 
-    cast = sinks.Blocks._cast
-    monkeypatch.setattr(sinks.Blocks, "_cast", counting)
+    cast = Blocks._cast
+    monkeypatch.setattr(Blocks, "_cast", counting)
     weights = stacked(tensors)
     Refit(Worker(model)).push(weights)
     in_fp8 = [n for n in weights if n.endswith("_proj") and "layers.3" not in n]
@@ -416,7 +416,7 @@ def test_a_matrix_is_one_cast_unless_its_codes_are_read_again(layout, verify, ca
     route = Route(0, tuple(x.shape), box, (tuple(x.shape), (), 0), target, box)
     codes, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(65, 8)
     tally = Tally()
-    sink, found = sinks.Blocks(tally, codes, scales, layout, operand, [route], verify), []
+    sink, found = Blocks(tally, codes, scales, layout, operand, [route], verify), []
     cast = sink._cast
     monkeypatch.setattr(sink, "_cast", lambda *arguments: found.append(cast(*arguments)))
     monkeypatch.setattr(sink, "layout", replace(layout, store=layout.store if verify else None))
@@ -443,7 +443,7 @@ def test_a_part_of_every_expert_is_written_as_one(scale, layout, verify, monkeyp
     ]
     codes, scales, tally = torch.empty(8, 256, 256, dtype=torch.float8_e4m3fn), torch.empty(8, 2, 2), Tally()
     tally.facts[0].experts = 8
-    sink, casts = sinks.Blocks(tally, codes, scales, layout, operand, routes, verify), []
+    sink, casts = Blocks(tally, codes, scales, layout, operand, routes, verify), []
     cast = sink._cast
     monkeypatch.setattr(sink, "_cast", lambda *arguments: casts.append(cast(*arguments)))
     for first, last in ((0, 3), (3, 8)):
@@ -482,7 +482,7 @@ def test_codes_that_come_are_read_once_and_arranged_by_one_call(layout, experts,
     route = Route(0, shape, tuple((0, n) for n in shape), (shape, (), 0), target, (*box[:-2], (0, rows), box[-1]))
     codes, scales, tally = torch.zeros_like(whole), torch.full((len(whole), 2, 2), 0.5), Tally()
     tally.facts[0].experts = experts
-    sink, calls = sinks.Blocks(tally, codes, scales, layout, Operand("e4m3", (128, 128), "fp32"), [route], False), []
+    sink, calls = Blocks(tally, codes, scales, layout, Operand("e4m3", (128, 128), "fp32"), [route], False), []
     for name in ("sums", "turn"):
         one = getattr(kernels, name)
         monkeypatch.setattr(
@@ -510,7 +510,7 @@ def test_a_stack_of_experts_is_read_by_one_call(layout, monkeypatch):
     route = Route(0, tuple(stack.shape), box, (tuple(stack.shape), (), 0), target, box)
     codes, scales, tally = torch.empty(stack.shape, dtype=torch.float8_e4m3fn), torch.empty(8, 2, 2), Tally()
     tally.facts[0].experts = 8
-    sink, calls = sinks.Blocks(tally, codes, scales, layout, operand, [route], False), []
+    sink, calls = Blocks(tally, codes, scales, layout, operand, [route], False), []
     sink.write(route, 0, stack)
     sink.finish()
     for name in ("sums", "sums_of_amx"):

@@ -25,11 +25,11 @@ from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.refit import Manifest
 from nemo_fp8.rollout.refit.memory import Opened, Shared
 from nemo_fp8.rollout.refit.wire import capacity, cut
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.layouts import ROWS, Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
-from nemo_fp8.rollout.refit.worker.sinks import Blocks
 
 MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 BLOCK = Operand("e4m3", (128, 128), "fp32")

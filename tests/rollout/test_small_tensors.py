@@ -13,11 +13,12 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.refit import Manifest, SharedWeights, fingerprint
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.layouts import AMX, ROWS, Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace
+from nemo_fp8.rollout.refit.worker.sinks import InPlace
 from nemo_fp8.rollout.refit.worker.small import Table
 
 BLOCK = Operand("e4m3", (128, 128), "fp32")

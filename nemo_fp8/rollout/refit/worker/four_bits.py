@@ -26,7 +26,8 @@ from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Tally
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
-from nemo_fp8.rollout.refit.worker.sinks import Staged, count_rows, name_of, part_of, rows_of, viewed
+from nemo_fp8.rollout.refit.worker.sinks import count_rows, name_of, part_of, rows_of, viewed
+from nemo_fp8.rollout.refit.worker.staged import Staged
 
 KIND = "nvfp4"
 

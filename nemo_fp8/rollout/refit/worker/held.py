@@ -11,11 +11,12 @@ from typing import Any
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit.manifest import SCALES
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.patches import NemoFp8Patches
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.session import Answer, answering
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, name_of
+from nemo_fp8.rollout.refit.worker.sinks import name_of
 
 
 class NemoFp8Held(NemoFp8Patches):

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.rollout.refit import casting
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.routes import Route
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, name_of, stacked, word
+from nemo_fp8.rollout.refit.worker.sinks import InPlace, Sink, name_of, stacked, word
+from nemo_fp8.rollout.refit.worker.staged import Staged
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.refit.worker.plan import Plan

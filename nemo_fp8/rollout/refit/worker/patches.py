@@ -43,13 +43,15 @@ from nemo_fp8.rollout.refit.patch import (
     no_patch,
     size_of,
 )
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.keeping import has_one_scale
 from nemo_fp8.rollout.refit.worker.layouts import ONE
 from nemo_fp8.rollout.refit.worker.packing import pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route
 from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, Session, answering, bad_piece, refuse_replicas
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, name_of, stacked, word
+from nemo_fp8.rollout.refit.worker.sinks import InPlace, Sink, name_of, stacked, word
+from nemo_fp8.rollout.refit.worker.staged import Staged
 
 MOST_KEPT = 1 << 28  # bytes of patches that are kept for the way back
 PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

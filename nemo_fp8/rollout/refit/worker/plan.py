@@ -26,12 +26,14 @@ from nemo_fp8.rollout.engine import kv, released
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import SCALES, Entry, Manifest
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.keeping import Keeping, castable, kept_by
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Sink, Staged
+from nemo_fp8.rollout.refit.worker.sinks import InPlace, KvScales, Sink
 from nemo_fp8.rollout.refit.worker.small import Table, places_of
+from nemo_fp8.rollout.refit.worker.staged import VIEWS, Staged
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
 WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}

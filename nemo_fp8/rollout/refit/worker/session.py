@@ -34,14 +34,16 @@ from nemo_fp8.rollout.refit.channel import Line
 from nemo_fp8.rollout.refit.manifest import SCALES, Box, Manifest
 from nemo_fp8.rollout.refit.memory import Mappings, Opened
 from nemo_fp8.rollout.refit.patch import blocks_of, grid_of
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
 from nemo_fp8.rollout.refit.worker.keeping import plain_castable
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.packing import keep_freed, pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, count_rows, inside
+from nemo_fp8.rollout.refit.worker.sinks import count_rows, inside
 from nemo_fp8.rollout.refit.worker.small import Place
+from nemo_fp8.rollout.refit.worker.staged import Staged
 
 Answer = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -101,8 +103,6 @@ class Session:
         """Tensors that came of which the loader makes values together with others."""
         self.table = plan.table(self.sinks) if self.tabled and not verify else None
         """How small tensors are written; None where they take their sinks."""
-        self.by_table: list[int] = []
-        """The tensors that were."""
         self.sealing = False
         """Whether a push of changes may follow, which has to find out what others wrote in between."""
 
@@ -142,7 +142,7 @@ class Session:
         if self.table is not None and places:
             self.written = True
             self.table.write(places)
-            self.by_table += [i for i, _ in places]
+            self.table.tell([i for i, _ in places], self.tally)
 
     def _checked(self, piece: Any) -> Sequence[int]:
         """Return a piece that came from outside; raise PrecisionError if it does not fit the manifest."""
@@ -273,8 +273,6 @@ class Session:
         sinks = list(dict.fromkeys(self.sinks.values()))
         for sink in sinks:
             sink.finish()
-        if self.table is not None:
-            self.table.tell(self.by_table, self.tally)
         for layer in self.plan.all_packed_beside.values():
             pack(layer)
         if self.verify:

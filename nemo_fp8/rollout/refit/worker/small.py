@@ -6,7 +6,7 @@ except where the values of the next push will lie:
 
     kept          where a tensor goes, as the job of a kernel (several.py), and its name in receipts
     filled in     the address of its values
-    told          in the end, the facts that a sink would tell, made of what the kernel summed up
+    told          then, the facts that a sink would tell, made of what the kernel summed up
 
 The table has tensors that a sink would copy or quantize by one call on a CPU, and that come whole. All others take
 their sinks, and so do all of a push that compares its casts with the reference.
@@ -14,7 +14,7 @@ their sinks, and so do all of a push that compares its casts with the reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,9 +25,10 @@ from nemo_fp8.numerics.kernels.several import Casts, Sums
 from nemo_fp8.numerics.statistics import TOTALS
 from nemo_fp8.rollout.refit.fingerprint import as_matrix, digest_of, together
 from nemo_fp8.rollout.refit.manifest import Manifest
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.layouts import COUNTED, LARGEST, Facts, Tally
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, inside, name_of, viewed, word
+from nemo_fp8.rollout.refit.worker.sinks import InPlace, Sink, inside, name_of, viewed, word
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.refit.worker.plan import Plan
@@ -90,9 +91,8 @@ class Table:
             if mine:
                 jobs.run(*zip(*mine, strict=True))
 
-    def tell(self, entries: Iterable[int], tally: Tally) -> None:
-        """Tell a push's facts of the tensors that were written."""
-        entries = [*entries]
+    def tell(self, entries: Sequence[int], tally: Tally) -> None:
+        """Tell a push's facts of tensors that were written."""
         for ways, told in ((self._copied, self._of_copies), (self._cast, self._of_casts)):
             mine = [i for i in entries if i in ways]
             if mine:
