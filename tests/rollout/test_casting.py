@@ -256,9 +256,9 @@ def test_operands_from_workers_must_agree():
     manifest = Manifest([Entry(name, "bfloat16", (256, 256)) for name in "abcd"])
     block, pow2 = ["e4m3", [128, 128], "fp32"], ["e4m3", [128, 128], "pow2"]
     answers = [
-        {"castable": [[block, [0, 1, 2]], [None, [3]]]},
-        {"castable": [[block, [0]], [pow2, [1]], [None, [2]]]},
-        {"castable": []},
+        [[block, [0, 1, 2]], [None, [3]]],
+        [[block, [0]], [pow2, [1]], [None, [2]]],
+        [],
     ]
     casts, values = Casts(manifest, answers), torch.zeros(256, 256).bfloat16()
     assert [casts.of(i, values) is not None for i in range(4)] == [True, False, False, False]
@@ -277,7 +277,7 @@ def test_pieces_are_cut_at_blocks_and_lie_apart(operand, shape, size):
     tensor = torch.randn(shape).bfloat16()
     manifest = Manifest([Entry("a", "bfloat16", shape), Entry("b", "bfloat16", (7,))])
     plain = [operand.format, list(operand.block), operand.scale]
-    casts, room = Casts(manifest, [{"castable": [[plain, [0]]]}]), torch.zeros(size, dtype=torch.uint8)
+    casts, room = Casts(manifest, [[[plain, [0]]]]), torch.zeros(size, dtype=torch.uint8)
     after = torch.randn(7).bfloat16()
     codes, scales, rows = [], [], 0
     buffers = cut([("a", tensor), ("b", after)], manifest, lambda: room.zero_(), casts=casts)

@@ -18,11 +18,12 @@ casts for each of them, as it copied for each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics import kernels
@@ -80,7 +81,9 @@ class Cast:
     ) -> torch.Tensor:
         """Cast a matrix into codes and scales on the CPU; return what that did to each of its parts."""
         operand, out = self.operand, (codes, scales)
-        done = kernels.quantize_summed(values, self.block, operand.format, operand.scale, out, parts, threads=threads)
+        done = kernels.quantize_summed(
+            values, self.block, operand.format, operand.scale, out, parts, threads=threads, with_sums=False
+        )
         if done is not None:
             return done.totals
         made = out if values.is_cpu else tuple(one.new_empty(one.shape, device=values.device) for one in out)
@@ -103,10 +106,10 @@ class Cast:
 class Casts:
     """The tensors of a push that its trainer may cast, by what all workers answered to ``begin``."""
 
-    def __init__(self, manifest: Manifest, answers: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, manifest: Manifest, castable: Iterable[Iterable[tuple[Any, Iterable[int]]]]) -> None:
         operands: dict[int, set[Operand | None]] = {}
-        for answer in answers:
-            for operand, numbers in answer.get("castable", ()):
+        for of_one in castable:
+            for operand, numbers in of_one:
                 for i in numbers:
                     operands.setdefault(i, set()).add(None if operand is None else operand_of(operand))
         self._castable = {
@@ -122,17 +125,16 @@ class Casts:
             return None
         return cast if not tensor.is_neg() and (not tensor.is_cpu or build.library() is not None) else None
 
-    def told(self) -> dict[int, dict[str, list[Any]]]:
-        """Return what the casts did to each tensor, by its number, as a receipt takes it."""
-        found = {}
-        for i, cast in self._castable.items():
-            if cast.totals is not None:
-                columns = cast.totals.cpu().numpy().T
-                found[i] = {
-                    name: numbers.astype(kind).tolist()
-                    for (name, kind), numbers in zip(_COUNTED.items(), columns, strict=True)
-                }
-        return found
+    def told(self) -> dict[int, dict[str, NDArray[Any]]]:
+        """Return what the casts did to each expert of each tensor, by the tensor's number, as a receipt takes it."""
+        return {
+            i: {
+                name: numbers.astype(kind)
+                for (name, kind), numbers in zip(_COUNTED.items(), cast.totals.cpu().numpy().T, strict=True)
+            }
+            for i, cast in self._castable.items()
+            if cast.totals is not None
+        }
 
 
 def operand_of(row: Sequence[Any]) -> Operand:

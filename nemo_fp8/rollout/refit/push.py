@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -87,6 +87,8 @@ class Refit:
         """The buffers of the last push, for the next one."""
         self._mapped = WeakSet[Shared]()
         """What the workers have mapped of this process's memory."""
+        self._checked: _Check | None = None
+        """What the engine answered to the last push of everything."""
 
     def push(
         self,
@@ -139,38 +141,39 @@ class Refit:
         start = time.perf_counter()
         announced = self._announced(named_tensors, manifest)
         push = uuid.uuid4().hex[:12]
-        begun = self._ask("begin", {"push": push, "tensors": announced.to_plain(), "verify": verify})
-        passed_over = _accepted(announced, begun)
-        heads = _TiedHeads(announced, passed_over, named_tensors)
-        skipped = {announced[i].name for i in passed_over}
-        whole = {i for answer in begun for i in answer["whole"]}
-        mixed, casts, ledger = why_mixed(begun), Casts(announced, begun), None
-        if delta is not None:
-            ledger = Ledger.of(announced, passed_over, self._ask("stored", {"push": push}))
-        checked = time.perf_counter()
-        self.ledger = None  # the engine will hold other weights, or those of two pushes
+        begin = {"push": push, "tensors": announced.to_plain(), "verify": verify}
+        # An engine nearly always answers as it did the last time, and the first buffers can be filled while it does.
+        asked = in_thread(lambda: _Check.of(announced, self._ask("begin", begin)))
+        guess = self._checked if delta is None and not verify and isinstance(named_tensors, Mapping) else None
+        sending, filled, ledger = None, list[Filled](), None
         try:
-            if mixed:
-                self.control.refuse(mixed)  # also what was left by another way
+            if guess is not None and guess.manifest == announced:
+                sending = self._sending(guess, named_tensors)
+                filled = _filled(sending.buffers, asked, sending.transport.buffers)
+            check = asked.result()
+            if delta is not None:
+                ledger = Ledger.of(announced, {*check.passed_over}, self._ask("stored", {"push": push}))
+            if sending is None or check != guess:
+                if sending is not None:
+                    sending.transport.close()
+                sending, filled = self._sending(check, named_tensors, ledger), []
+            checked = time.perf_counter()
+            self._checked = None if verify else check
+            self.ledger = None  # the engine will hold other weights, or those of two pushes
+            if check.mixed:
+                self.control.refuse(check.mixed)  # also what was left by another way
             # After a push that died the engine computes no request, so waiting for the last one would never end.
-            self.control.hold("keep" if mixed else self.running)
-            to_send: Iterable[tuple[str, torch.Tensor]] = (
-                pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped
-            )
-            if ledger is not None:
-                to_send = ledger.noting(to_send)
-            weights = getattr(named_tensors, "shared", None)
-            transport = self._transport(announced, whole, weights)
-            buffers = cut(to_send, announced, transport.buffer, whole, weights, casts)
-            chunks, sent = self._stream(push, transport, len(begun), announced, buffers)
+            self.control.hold("keep" if check.mixed else self.running)
+            transport, buffers = sending.transport, itertools.chain(filled, sending.buffers)
+            chunks, sent = self._stream(push, transport, check.workers, announced, buffers)
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push, "weight_version": weight_version or push})
         except BaseException as error:
-            self._abandon(push, weight_version, error)
+            self._end_dead(push, weight_version, asked, None if sending is None else sending.transport, error)
             raise
-        about = {"after_failure": mixed, "delta": delta, "casts": casts.told()}
+        about = {"after_failure": check.mixed, "delta": delta, "casts": sending.casts.told()}
         times = (start, checked, streamed)
-        told = self._end(announced, done, push, skipped, transport, (chunks, sent), times, **about)
+        told = self._end(announced, done, push, sending.skipped, transport, (chunks, sent), times, **about)
         if ledger is not None:
             ledger.settle(push, told.tensors)
             self.ledger = ledger
@@ -209,10 +212,7 @@ class Refit:
             message = {"push": push, "expected": ledger.expected, "weight_version": weight_version or push}
             done = self._ask("finish", message)
         except BaseException as error:
-            transport.close()
-            wait([asked], LOOK)  # else the engine may hear of the push after its end
-            if not (asked.done() and asked.exception() is error):  # else the engine has refused it, and nothing began
-                self._abandon(push, weight_version, error)
+            self._end_dead(push, weight_version, asked, transport, error)
             if once and isinstance(error, Refused):
                 raise PrecisionError([*error.problems, _PUSH_AGAIN]) from error
             raise
@@ -246,6 +246,17 @@ class Refit:
             parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
             **about,
         )
+
+    def _end_dead(
+        self, push: str, weight_version: str | None, asked: Future[Any], transport: Transport | None,
+        error: BaseException,
+    ) -> None:  # fmt: skip
+        """End a push that died of an error, in whatever step; ``asked`` is how the engine answers to its begin."""
+        if transport is not None:
+            transport.close()
+        wait([asked], LOOK)  # else the engine may hear of the push after its end
+        if not (asked.done() and asked.exception() is error):  # else the engine has refused it, and nothing began
+            self._abandon(push, weight_version, error)
 
     def _serve_again(self) -> bool:
         """Drop the prefix cache, and let requests in again; return whether vLLM says that it dropped the cache.
@@ -293,6 +304,21 @@ class Refit:
         if isinstance(named_tensors, dict):  # looking at it costs nothing, and raises if a tensor cannot be sent
             Manifest.of(named_tensors, to_send=True)
         return Manifest.of(manifest) or self.expected()
+
+    def _sending(self, check: _Check, named_tensors: Any, ledger: Ledger | None = None) -> _Sending:
+        """Return what sends the tensors of a push as the engine wants them. Raises PrecisionError for a mapping in
+        which an output head is not the embedding that the engine has tied it to."""
+        heads = _TiedHeads(check.manifest, check.passed_over, named_tensors)
+        skipped = {check.manifest[i].name for i in check.passed_over}
+        to_send: Iterable[tuple[str, torch.Tensor]] = (
+            pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped
+        )
+        if ledger is not None:
+            to_send = ledger.noting(to_send)
+        weights = getattr(named_tensors, "shared", None)
+        transport, casts = self._transport(check.manifest, check.whole, weights), Casts(check.manifest, check.castable)
+        buffers = cut(to_send, check.manifest, transport.buffer, check.whole, weights, casts)
+        return _Sending(transport, buffers, casts, skipped)
 
     def _transport(self, manifest: Manifest, whole: Collection[int], weights: Shared | None = None) -> Transport:
         """Return the way to the workers, with the buffers of the last push if they fit."""
@@ -373,6 +399,45 @@ def _alone(engine: Any) -> threading.RLock:
 # ---------------------------------------------------------------------- the workers' answers to a manifest
 
 
+@dataclass(frozen=True)
+class _Check:
+    """What the workers' answers to ``begin`` say of a push."""
+
+    manifest: Manifest
+    workers: int
+    passed_over: frozenset[int]
+    """The numbers of the tensors that are not sent."""
+    whole: frozenset[int]
+    """Those of the tensors that are not cut."""
+    castable: list[Any]
+    """What each worker lets the trainer cast."""
+    mixed: str = field(compare=False)
+    """Why the engine holds weights of two pushes; empty if it does not."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, begun: Sequence[Answer]) -> _Check:
+        """Return what the answers say; raise PrecisionError if they accept no such push."""
+        return cls(
+            manifest,
+            len(begun),
+            frozenset(_accepted(manifest, begun)),
+            frozenset(i for answer in begun for i in answer["whole"]),
+            [answer.get("castable", ()) for answer in begun],
+            why_mixed(begun),
+        )
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """The tensors of a push on their way: buffers as they are filled, and what was cast into them."""
+
+    transport: Transport
+    buffers: Iterator[Filled]
+    casts: Casts
+    skipped: set[str]
+    """The names of the tensors that are not sent."""
+
+
 def _accepted(manifest: Manifest, begun: Sequence[Answer]) -> set[int]:
     """Return the numbers of the tensors that need not be sent, since vLLM's loader passes over them at load, too.
 
@@ -423,7 +488,7 @@ class _TiedHeads:
     untied them would lose its head without a word, so both tensors are compared, by fingerprint.
     """
 
-    def __init__(self, manifest: Manifest, passed_over: set[int], tensors: Any) -> None:
+    def __init__(self, manifest: Manifest, passed_over: Collection[int], tensors: Any) -> None:
         heads = [manifest[i] for i in passed_over if manifest[i].name.endswith("lm_head.weight")]
         self.twin_of = {head.name: twin for head in heads for twin in _embeddings(manifest, head)}
         if alone := [head.name for head in heads if head.name not in self.twin_of]:

@@ -7,15 +7,17 @@ Under tensor parallelism every worker fingerprints the part that it holds.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.rollout.refit.fingerprint import together
@@ -265,7 +267,7 @@ def _delta_rows(delta: Delta, sent: int) -> list[tuple[str, str]]:
 def receipt(
     manifest: Manifest,
     answers: Sequence[Mapping[str, Any]],
-    casts: Mapping[int, Mapping[str, list[Any]]] = MappingProxyType({}),
+    casts: Mapping[int, Mapping[str, NDArray[Any]]] = MappingProxyType({}),
     **about: Any,
 ) -> Receipt:
     """Return the receipt made of the workers' answers to ``finish``; ``about`` are its other fields.
@@ -276,74 +278,84 @@ def receipt(
     for i, entry in enumerate(manifest):
         some = [answer["facts"][str(i)] for answer in answers if str(i) in answer["facts"]]
         if some:
-            told.append((entry, some, {**_together(some), **casts.get(i, {})}))
-    signals, noises = ([number for *_, counts in told for number in counts[name]] for name in ("signal", "noise"))
-    snr = iter(_snr_db(signals, noises))  # of all tensors and experts at once
-    written = [_written(*one, [*itertools.islice(snr, len(one[-1]["signal"]))]) for one in told]
+            told.append((entry, some, casts.get(i)))
     never = {name for answer in answers for name in answer["unwritten"]}
     held = max(answer["held"] for answer in answers)
     return Receipt(
-        tensors=tuple(written), never_written=tuple(sorted(never)), workers=len(answers), held_bytes=held, **about
-    )
+        tensors=tuple(_written(told)) if told else (), never_written=tuple(sorted(never)), workers=len(answers),
+        held_bytes=held, **about,
+    )  # fmt: skip
 
 
 _SHOWN = ("saturated", "underflow", "nonfinite", "bad_scales")
-_COUNTED = ("signal", "noise", "largest", *_SHOWN)
+_COUNTED: dict[str, tuple[type, Any]] = {
+    "signal": (float, np.add), "noise": (float, np.add), "largest": (float, np.maximum),
+    **dict.fromkeys(_SHOWN, (int, np.add)),
+}  # fmt: skip
+"""What workers and casts count, its type, and how the counts of two become one: a NaN is the largest of all."""
+Told = tuple[Entry, Sequence[Mapping[str, Any]], Mapping[str, NDArray[Any]] | None]
 
 
-def _together(told: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Combine what workers counted of a tensor: for each expert of a stack, or for the one tensor."""
-    experts, found = max(1, *(one["experts"] for one in told)), {}
-    for name in _COUNTED:
-        rows = [one[name] if isinstance(one[name], list) else [one[name]] * experts for one in told]
-        if len(rows) == 1:  # experts are many, and so is their time
-            (found[name],) = rows
-        else:
-            found[name] = [*map(_largest if name == "largest" else sum, zip(*rows, strict=True))]
-    return found
+def _written(told: Sequence[Told]) -> Iterator[Written]:
+    """Yield each tensor by the facts of all workers about it, and by what its cast in the trainer counted.
+
+    Experts are many, and so is their time: the numbers of all experts of all tensors lie in one array.
+    """
+    sizes = [max(1, *(one["experts"] for one in some)) for _, some, _ in told]
+    ends = [*itertools.accumulate(sizes)]
+    starts = [0, *ends[:-1]]
+    each = {
+        name: np.concatenate([_numbers(name, size, *one[1:]) for size, one in zip(sizes, told, strict=True)])
+        for name in _COUNTED
+    }
+    whole = {name: join.reduceat(each[name], starts).tolist() for name, (_, join) in _COUNTED.items()}
+    snr = _snr_db(each["signal"], each["noise"])
+    worst = _or_none(np.fmin.reduceat(snr, starts))
+    shown = {name: each[name].tolist() for name in ("largest", *_SHOWN)} | {"snr_db": _or_none(snr)}
+    for n, (entry, some, _) in enumerate(told):
+        checks = [one["verified"] for one in some if one["verified"] is not None]
+        fingerprints: dict[str, str] = {}
+        for one in some:
+            for part, print_ in one["fingerprints"].items():
+                if fingerprints.setdefault(part, print_) != print_:
+                    fingerprints[part] = "workers differ"
+        stacked = any(one["experts"] for one in some)
+        yield Written(
+            name=entry.name,
+            shape=entry.shape,
+            kind=some[0]["kind"],
+            largest=whole["largest"][n],
+            snr_db=worst[n],
+            aligned=all(one["aligned"] for one in some),
+            verified=all(checks) if checks else None,
+            fingerprints=fingerprints,
+            scales=sum(one["scales"] for one in some),
+            experts={name: numbers[starts[n] : ends[n]] for name, numbers in shown.items()} if stacked else {},
+            **{name: whole[name][n] for name in _SHOWN},
+        )
 
 
-def _written(
-    entry: Entry, told: Sequence[Mapping[str, Any]], counts: Mapping[str, list[Any]], snr: list[float | None]
-) -> Written:
-    """Combine the facts of all workers about one tensor; ``counts`` and ``snr`` have a number for each expert."""
-    stacked = any(one["experts"] for one in told)
-    shown = {name: counts[name] for name in ("largest", *_SHOWN)} | {"snr_db": snr} if stacked else {}
-    checks = [one["verified"] for one in told if one["verified"] is not None]
-    fingerprints: dict[str, str] = {}
-    for one in told:
-        for part, print_ in one["fingerprints"].items():
-            if fingerprints.setdefault(part, print_) != print_:
-                fingerprints[part] = "workers differ"
-    return Written(
-        name=entry.name,
-        shape=entry.shape,
-        kind=told[0]["kind"],
-        largest=_largest(counts["largest"]),
-        snr_db=min((one for one in snr if one is not None), default=None),
-        aligned=all(one["aligned"] for one in told),
-        verified=all(checks) if checks else None,
-        fingerprints=fingerprints,
-        scales=sum(one["scales"] for one in told),
-        experts=shown,
-        **{name: sum(counts[name]) for name in _SHOWN},
-    )
+def _numbers(
+    name: str, experts: int, some: Sequence[Mapping[str, Any]], cast: Mapping[str, NDArray[Any]] | None
+) -> NDArray[Any]:
+    """Return a count of each expert of a tensor; where a worker tells one number, it is that of each."""
+    if cast is not None and name in cast:
+        return cast[name]
+    kind, join = _COUNTED[name]
+    return functools.reduce(join, (np.broadcast_to(np.asarray(one[name], kind), experts) for one in some))
 
 
-def _largest(magnitudes: Sequence[float]) -> float:
-    """Return the largest of some magnitudes; a NaN if one of them is, and so their sum."""
-    return math.nan if math.isnan(sum(magnitudes)) else max(magnitudes)
-
-
-def _snr_db(signals: Sequence[float], noises: Sequence[float]) -> list[float | None]:
-    """Return the SNR of each tensor, or expert; None where all of it is zero."""
-    signal, noise = np.array(signals), np.array(noises)
+def _snr_db(signal: NDArray[np.float64], noise: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the SNR of each tensor, or expert; NaN where all of it is zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = signal / noise  # 0, or no number, where values came back infinite
-        found = np.where(noise == 0, math.inf, np.where(ratio > 0, 10 * np.log10(ratio), -math.inf)).astype(object)
-    found[signal == 0] = None
-    each: list[float | None] = found.tolist()
-    return each
+        found = np.where(noise == 0, math.inf, np.where(ratio > 0, 10 * np.log10(ratio), -math.inf))
+    return np.where(signal == 0, math.nan, found)
+
+
+def _or_none(numbers: NDArray[np.float64]) -> list[float | None]:
+    """Return plain numbers, None where one is NaN."""
+    return [None if math.isnan(number) else number for number in numbers.tolist()]
 
 
 def _worst(t: Written) -> str:

@@ -126,7 +126,8 @@ class Facts:
 
     Counts stay on the tensor's device, since reading a number from a GPU waits for all of its work.
     :meth:`Tally.settle` reads all of them at once, and fills in the fields of :data:`COUNTED`. Of a stack of experts
-    each of these is a list with one number for each expert, so that nothing is done expert by expert. The methods take
+    each of these is a list with one number for each expert, or one number if it is that of all, so that nothing is done
+    expert by expert. The methods take
     ``at``, the experts that came (:data:`ONE` for a tensor that is no stack), and values of which each of them has the
     same number, in order.
     """
@@ -283,15 +284,13 @@ class Tally:
             for facts in some:
                 facts.row, row = row, row + max(1, facts.experts)
             _count_bad_scales(counts, some)
-            columns = {
-                name: numbers.astype(kind).tolist()
-                for (name, kind), numbers in zip(COUNTED.items(), counts.cpu().numpy().T, strict=True)
-            }
-            for facts in some:
-                first, experts = facts.row, facts.experts
-                at: Any = slice(first, first + experts) if experts else first
-                for name, plain in columns.items():
-                    setattr(facts, name, plain[at])
+            numbers, starts = counts.cpu().numpy().T, [facts.row for facts in some]
+            equal = np.minimum.reduceat(numbers, starts, 1) == np.maximum.reduceat(numbers, starts, 1)
+            columns = [of_one.astype(kind).tolist() for kind, of_one in zip(COUNTED.values(), numbers, strict=True)]
+            for facts, equals in zip(some, equal.T.tolist(), strict=True):
+                first, last = facts.row, facts.row + facts.experts
+                for name, plain, are_equal in zip(COUNTED, columns, equals, strict=True):
+                    setattr(facts, name, plain[first] if are_equal or not facts.experts else plain[first:last])
         for some in _of_each_device(self.facts.values(), "verified"):
             answers = torch.stack([facts.verified for facts in some if isinstance(facts.verified, torch.Tensor)])
             for facts, answer in zip(some, answers.tolist(), strict=True):
