@@ -97,52 +97,54 @@ INLINE void cast_bf16(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, c
     memcpy(codes + c, there, (size_t)(n - c));
 }
 
-/* The same for `rows` rows of whole blocks, ABREAST at a time, counted, of tiles that are no columns; and with `sum` summed up, too. What
-   is kept for a block of columns is loaded and stored once for ABREAST rows, and what is kept for a row stays in a register. */
+/* The same for ABREAST rows of whole blocks, counted, of tiles that are no columns; and with `sum` summed up, too. What is kept for a
+   block of columns is loaded and stored once for all of these rows, and what is kept for a row stays in a register. */
 enum { ABREAST = 4 };
+typedef struct { int64_t stride /* of values */, to_stride /* of codes */, n; int stream; } matrix_of;
 
-INLINE void cast_abreast(const uint16_t *x, int64_t stride, uint8_t *to, int64_t codes_stride, int64_t rows, int64_t n, const char *ask,
-                         int stream, row_options o, steps k, counts *restrict s, int sum, uint64_t *restrict columns,
-                         uint64_t *restrict of_rows) {
+INLINE void cast_abreast(const uint16_t *x, uint8_t *to, matrix_of m, const char *ask, row_options o, steps k, int count,
+                         counts *restrict s, int sum, uint64_t *restrict columns, uint64_t *restrict of_rows) {
     enum { SUMS = BLOCK / 32 };
-    for (int64_t first = 0; first < rows; first += ABREAST) {
-        words sums[ABREAST];
+    words rows[ABREAST];
+    UNROLLED
+    for (int r = 0; r < ABREAST; r++) rows[r] = V_BITS(setzero)();
+    for (int64_t c = 0; c < m.n; c += BLOCK) {
+        float *signal = s->signal + (c >> 5) * LANES, *noise = s->noise + (c >> 5) * LANES;
+        words *least = (words *)(s->least + c), least_here = count == ADD ? V_BITS(loadu)(least) : V(set1_epi8)(-1);
+        words *column = (words *)(columns + c / 8), of_column = sum ? V_BITS(loadu)(column) : V_BITS(setzero)();
+        reals signals[SUMS], noises[SUMS], scale[2];
         UNROLLED
-        for (int r = 0; r < ABREAST; r++) sums[r] = V_BITS(setzero)();
-        for (int64_t c = 0; c < n; c += BLOCK) {
-            float *signal = s->signal + (c >> 5) * LANES, *noise = s->noise + (c >> 5) * LANES;
-            words *least = (words *)(s->least + c), least_here = first ? V_BITS(loadu)(least) : V(set1_epi8)(-1);
-            words *column = (words *)(columns + c / 8), of_column = sum ? V_BITS(loadu)(column) : V_BITS(setzero)();
-            reals signals[SUMS], noises[SUMS], scale[2];
-            UNROLLED
-            for (int i = 0; i < SUMS; i++) {
-                signals[i] = first ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
-                noises[i] = first ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
-            }
-            for (int g = 0; g < 2; g++) scale[g] = V(set1_ps)(o.scale[(c + (SUMS > 1 ? g * GROUP : 0)) >> o.shift]);
-            UNROLLED
-            for (int r = 0; r < ABREAST; r++) {
-                int64_t at = (first + r) * stride + c;
-                for (int64_t i = 0; i < 2 * BLOCK; i += 64) _mm_prefetch(ask + 2 * at + i, _MM_HINT_T1);
-                words x0 = V_BITS(loadu)((const words *)(x + at)), x1 = V_BITS(loadu)((const words *)(x + at + GROUP)), magnitudes;
-                words out = encode_block(x0, x1, scale, scale, k, 0, ADD, signals, noises, &magnitudes);
-                words below = V(sub_epi8)(magnitudes, V(set1_epi8)(1));
-                uint64_t zeros = negative_of(below);
-                if (zeros) count_lost(zeros & numbers_of(x0, x1), c, o);
-                least_here = V(min_epu8)(below, least_here);
-                if (sum) of_column = V(add_epi64)(of_column, out), sums[r] = V(add_epi64)(sums[r], out);
-                words *there = (words *)(to + (first + r) * codes_stride + c);
-                if (stream) V_BITS(stream)(there, out);
-                else V_BITS(storeu)(there, out);
-            }
-            UNROLLED
-            for (int i = 0; i < SUMS; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
-            V_BITS(storeu)(least, least_here);
-            if (sum) V_BITS(storeu)(column, of_column);
+        for (int i = 0; i < SUMS; i++) {
+            signals[i] = count == ADD ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
+            noises[i] = count == ADD ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
         }
-        for (int r = 0; r < ABREAST && sum; r++) of_rows[first + r] = sum_of_words(sums[r]);
+        for (int g = 0; g < 2; g++) scale[g] = V(set1_ps)(o.scale[(c + (SUMS > 1 ? g * GROUP : 0)) >> o.shift]);
+        UNROLLED
+        for (int r = 0; r < ABREAST; r++) {
+            int64_t at = r * m.stride + c;
+            for (int64_t i = 0; i < 2 * BLOCK; i += 64) _mm_prefetch(ask + 2 * at + i, _MM_HINT_T1);
+            words x0 = V_BITS(loadu)((const words *)(x + at)), x1 = V_BITS(loadu)((const words *)(x + at + GROUP)), magnitudes;
+            words out = encode_block(x0, x1, scale, scale, k, 0, count, signals, noises, &magnitudes);
+            words below = V(sub_epi8)(magnitudes, V(set1_epi8)(1));
+            uint64_t zeros = negative_of(below);
+            if (zeros) count_lost(zeros & numbers_of(x0, x1), c, o);
+            least_here = V(min_epu8)(below, least_here);
+            if (sum) of_column = V(add_epi64)(of_column, out), rows[r] = V(add_epi64)(rows[r], out);
+            words *there = (words *)(to + r * m.to_stride + c);
+            if (m.stream) V_BITS(stream)(there, out);
+            else V_BITS(storeu)(there, out);
+        }
+        UNROLLED
+        for (int i = 0; i < SUMS; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
+        V_BITS(storeu)(least, least_here);
+        if (sum) V_BITS(storeu)(column, of_column);
     }
+    for (int r = 0; r < ABREAST && sum; r++) of_rows[r] = sum_of_words(rows[r]);
 }
+
+/* All rows of a strip like that: a narrow one has so little to do for a few rows that to begin with them takes as long. */
+#define ALL_ABREAST(NAME, SUM)     static void NAME(const uint16_t *x, uint8_t *to, matrix_of m, int64_t rows, const char *ask, const row_options *of, const steps *by,                      counts *s, uint64_t *columns, uint64_t *of_rows) {         row_options o = *of;         steps k = *by;         cast_abreast(x, to, m, ask, o, k, SET, s, SUM, columns, of_rows);         for (int64_t r = ABREAST; r < rows; r += ABREAST)             cast_abreast(x + r * m.stride, to + r * m.to_stride, m, ask + 2 * r * m.stride, o, k, ADD, s, SUM, columns, of_rows + r);     }
+ALL_ABREAST(all_abreast, 0) ALL_ABREAST(all_abreast_summed, 1)
 
 typedef void bf16_function(const uint16_t *, uint8_t *, int64_t, int64_t, const char *, const row_options *, const steps *, counts *);
 #define BF16_ROW(NAME, COLUMNS, COUNT) \

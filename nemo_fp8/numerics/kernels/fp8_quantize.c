@@ -354,10 +354,8 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, spot at, format f, c
     uint64_t of_rows[TALLEST] = {0};
     if (abreast) {
         int lines = streams && ((uintptr_t)codes & (BLOCK - 1)) == 0 && step % BLOCK == 0; /* every row begins with a whole one */
-#define CAST_ABREAST(SUM) cast_abreast((const uint16_t *)s->x, j->stride, codes, step, s->rows, s->width, ask, lines, o, *k, &w->counts, \
-                                       SUM, w->columns + at.column / 8, of_rows)
-        if (j->of_rows) CAST_ABREAST(1);
-        else CAST_ABREAST(0);
+        (j->of_rows ? all_abreast_summed : all_abreast)((const uint16_t *)s->x, codes, (matrix_of){j->stride, step, s->width, lines}, s->rows,
+                                                        ask, &o, k, &w->counts, w->columns + at.column / 8, of_rows);
     } else for (int64_t first = 0; first < s->rows; first += ABREAST)
         for (int64_t c = 0; c < s->width; c += PIECE)
             for (int64_t r = first, last = least_of(first + ABREAST, s->rows), end = least_of(c + PIECE, s->width); r < last; r++) {

@@ -39,7 +39,7 @@ from nemo_fp8.rollout.refit.control import RUNNING, Answer, control_of, is_held,
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.ledger import Filled, Ledger
 from nemo_fp8.rollout.refit.manifest import LONGEST_NAME, Entry, Manifest, is_version, pairs
-from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
 from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, raise_problems, transport_of
 
@@ -144,8 +144,8 @@ class Refit:
         begin = {"push": push, "tensors": announced.to_plain(), "verify": verify}
         # An engine nearly always answers as it did the last time, and the first buffers can be filled while it does.
         asked = in_thread(lambda: _Check.of(announced, self._ask("begin", begin)))
-        guess = self._checked if delta is None and not verify and isinstance(named_tensors, Mapping) else None
-        sending, filled, ledger = None, list[Filled](), None
+        ahead = isinstance(named_tensors, Mapping) and not (verify or delta or isinstance(named_tensors, SharedWeights))
+        guess, sending, filled, ledger = self._checked if ahead else None, None, list[Filled](), None
         try:
             if guess is not None and guess.manifest == announced:
                 sending = self._sending(guess, named_tensors)

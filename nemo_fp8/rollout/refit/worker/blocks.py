@@ -101,6 +101,11 @@ class Blocks(Sink):
         return all(stop % side == 0 or stop == n for (_, stop), n, side in ends)
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
+        self.write_staying(route, row, values)
+        if values.dtype != self.codes.dtype and not self.straddling:
+            self._close(route, row + values.shape[0])
+
+    def write_staying(self, route: Route, row: int, values: torch.Tensor) -> None:
         matrices, start, stack = self._as_stack(route, row, values)
         at = self._experts(route, row, values.shape[0])
         if values.dtype == self.codes.dtype:
@@ -110,7 +115,6 @@ class Blocks(Sink):
             return
         if not self.straddling:
             self._quantize(route, matrices, start, stack, at)
-            self._close(route, row + values.shape[0])
             return
         to = part_of(route, row, values.shape[0])
         for m, matrix in zip(matrices, stack, strict=True):
@@ -129,7 +133,7 @@ class Blocks(Sink):
 
     def _close(self, route: Route, rows: int) -> None:
         """Tell the facts of a route once all of its rows have come, with their scales: until the next ones come there
-        is time. Those on another device are told in the end, when there is one to wait for it."""
+        is time, unless all are there. Those on another device are told in the end, when there is one to wait for it."""
         if rows == rows_of(route):
             self.prints[route].close()  # the next tensor's sums have its memory
             if self.codes.is_cpu:
