@@ -182,8 +182,9 @@ def quantize_summed(
         return None
     if not _can_lie(codes, tile, order):
         return None
-    sizes = [len(TOTALS) * parts, rows, -(-columns // 8)] if with_sums else [len(TOTALS) * parts, 0, 0]
-    of_parts, of_rows, of_columns = torch.split(torch.empty(sum(sizes), dtype=torch.int64), sizes)
+    counted, summed, words = len(TOTALS) * parts, rows * with_sums, -(-columns // 8) * with_sums
+    memory = torch.empty(counted + summed + words, dtype=torch.int64)
+    of_parts, of_rows, of_columns = memory[:counted], memory[counted : counted + summed], memory[counted + summed :]
     _run(
         library, x, tile, format_of(element_format), codes, scaling=scaling, scale_inv=scale_inv,
         scale_stride=scale_inv.stride(0), scale_if_tiny=torch.finfo(x.dtype).max, totals=of_parts,

@@ -66,6 +66,11 @@ INLINE words add_bits(words bytes, uint64_t bits) {
 INLINE reals fold_sums(const reals *v) {
     return _mm256_add_ps(_mm256_permute2f128_ps(v[0], v[1], 0x20), _mm256_permute2f128_ps(v[0], v[1], 0x31));
 }
+INLINE __m256i word_sums_of_four(const words *v) { /* of 64 bits, of each vector */
+#define ADD_NEIGHBOURS(A, B) _mm256_add_epi64(_mm256_unpacklo_epi64(A, B), _mm256_unpackhi_epi64(A, B))
+    words low = ADD_NEIGHBOURS(v[0], v[1]), high = ADD_NEIGHBOURS(v[2], v[3]);
+    return _mm256_add_epi64(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+}
 INLINE __m128i fold_tops(words v) { return _mm_max_epu16(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)); }
 
 /* 16 codes as the upper bytes of 16-bit words, evens in the lower half and odds in the upper one; and from floats back to BF16. */

@@ -77,6 +77,12 @@ INLINE reals fold_sums(const reals *v) {
 #define ADD_QUARTERS(A, B) _mm512_add_ps(EVEN_QUARTERS(A, B), ODD_QUARTERS(A, B))
     return ADD_QUARTERS(ADD_QUARTERS(v[0], v[1]), ADD_QUARTERS(v[2], v[3]));
 }
+INLINE __m256i word_sums_of_four(const words *v) { /* of 64 bits, of each vector */
+#define ADD_NEIGHBOURS(A, B) _mm512_add_epi64(_mm512_unpacklo_epi64(A, B), _mm512_unpackhi_epi64(A, B))
+#define ADD_PAIRS(A, B) _mm512_add_epi64(_mm512_shuffle_i64x2(A, B, 0x88), _mm512_shuffle_i64x2(A, B, 0xdd))
+    words halves = ADD_PAIRS(ADD_NEIGHBOURS(v[0], v[1]), ADD_NEIGHBOURS(v[2], v[3]));
+    return _mm512_castsi512_si256(ADD_PAIRS(halves, halves));
+}
 INLINE __m128i fold_tops(words v) {
     __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
     return _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));

@@ -139,7 +139,7 @@ INLINE void cast_abreast(const uint16_t *x, uint8_t *to, matrix_of m, const char
         V_BITS(storeu)(least, least_here);
         if (sum) V_BITS(storeu)(column, of_column);
     }
-    for (int r = 0; r < ABREAST && sum; r++) of_rows[r] = sum_of_words(rows[r]);
+    if (sum) _mm256_storeu_si256((__m256i *)of_rows, word_sums_of_four(rows));
 }
 
 /* All rows of a strip like that: a narrow one has so little to do for a few rows that to begin with them takes as long. */

@@ -35,10 +35,12 @@ static void sum_groups(sums_job *j, uint64_t *columns) {
 /* A group is turned while its rows, which were just summed up, lie in a cache of this core. */
 static void turn_groups(sums_job *j, uint64_t *columns) {
     const int streams = large(j->rows * j->bytes) && ((uintptr_t)j->to & 63) == 0;
-    for (int64_t row; (row = atomic_fetch_add(&j->next, OF_GROUP)) < j->rows;) {
-        for (int r = 0; r < OF_GROUP; r += ABREAST) some_rows(j, row + r, ABREAST, columns, NOWHERE);
-        turn_group(j->x + row * j->stride, j->stride, j->bytes, j->to + row * j->bytes, streams);
-    }
+    const int64_t unit = (UNIT / 4 / j->bytes + OF_GROUP) / OF_GROUP * OF_GROUP;
+    for (int64_t first; (first = atomic_fetch_add(&j->next, unit)) < j->rows;)
+        for (int64_t row = first; row < least_of(first + unit, j->rows); row += OF_GROUP) {
+            for (int r = 0; r < OF_GROUP; r += ABREAST) some_rows(j, row + r, ABREAST, columns, NOWHERE);
+            turn_group(j->x + row * j->stride, j->stride, j->bytes, j->to + row * j->bytes, streams);
+        }
     if (streams) streamed();
 }
 

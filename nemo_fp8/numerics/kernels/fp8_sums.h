@@ -62,8 +62,9 @@ INLINE void sum_rows(const sums_job *j, int64_t row, int rows, uint64_t *restric
         V_BITS(storeu)(column, of_column);
     }
     uint64_t lanes[LANES64];
+    if (rows == ABREAST) _mm256_storeu_si256((__m256i *)sums, word_sums_of_four(of_row));
     for (int r = 0; r < rows; r++) {
-        sums[r] = sum_of_words(of_row[r]);
+        if (rows != ABREAST) sums[r] = sum_of_words(of_row[r]);
         V_BITS(storeu)((words *)lanes, tops[r]);
         for (int i = 0; i < LANES64 && magnitudes; i++) top[r] = higher(top[r], highest_in(lanes[i], magnitudes));
     }

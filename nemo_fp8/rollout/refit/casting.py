@@ -95,8 +95,11 @@ class Cast:
         return statistics.totals(parts)
 
     def _count(self, experts: slice, totals: torch.Tensor) -> None:
+        count = self.entry.shape[0] if len(self.entry.shape) == 3 else 1
+        if self.totals is None and len(totals) == count:
+            self.totals = totals
+            return
         if self.totals is None:
-            count = self.entry.shape[0] if len(self.entry.shape) == 3 else 1
             self.totals = totals.new_zeros(count, len(TOTALS))
         rows = self.totals[experts]
         rows[:, :-1] += totals[:, :-1]
