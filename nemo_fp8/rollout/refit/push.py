@@ -10,8 +10,8 @@ A push that the check refuses has changed nothing. A push that dies later leaves
 the engine refuses requests, with the reason, until the next push ends well. That one repairs it completely, since every
 push writes every weight.
 
-A push needs a few buffers beside the model, whatever the model's size: one is filled while the workers read another.
-The trainer keeps them for the next push.
+A push needs a few buffers beside the model, whatever the model's size: one is filled while the workers read another,
+and the first of them while the engine still checks. The trainer keeps them for the next push.
 The trade-off: it cannot be rolled back. Keeping the old weights until the end would need memory for a second model.
 
 A push of changes (``delta=True``) sends differences to what a ledger of the last push has, and can be rolled back.
