@@ -37,14 +37,14 @@ IN_A_PUSH = {
         ("qwen3_moe", {"last_layers": 1}),
         [
             (
-                f"{WORKER}.sinks",
+                f"{WORKER}.staged",
                 "Staged.write",
                 "    self._copy(route, row, values, inside(self.values[name].data, part_of(route, row, rows)))\n",
                 "    place = inside(self.values[name].data, part_of(route, row, rows))\n"
                 "    self.later = [*getattr(self, 'later', ()), (place, values.reshape(place.shape))]\n",
             ),
             (
-                f"{WORKER}.sinks",
+                f"{WORKER}.staged",
                 "Staged.complete",
                 "        self._process()\n",
                 "        [place.copy_(values) for place, values in self.later]\n        self.later = []\n        "
@@ -58,18 +58,18 @@ IN_A_PUSH = {
     ),
     "experts in BF16 are not packed again": (
         ("qwen3_moe", {"last_layers": 1}),
-        [(f"{WORKER}.sinks", "Staged._process", "            method.moe_kernel = None\n", "            pass\n")],
+        [(f"{WORKER}.staged", "Staged._process", "            method.moe_kernel = None\n", "            pass\n")],
     ),
 }
 BLOCKS = [
     (
-        f"{WORKER}.sinks",
+        f"{WORKER}.blocks",
         "Blocks._gather",
         "    inside(self.gathered[m], to[-2:]).copy_(values)\n",
         "    self.later = [*getattr(self, 'later', ()), (inside(self.gathered[m], to[-2:]), values)]\n",
     ),
     (
-        f"{WORKER}.sinks",
+        f"{WORKER}.blocks",
         "Blocks._gather",
         "        whole = self.gathered.pop(m)\n",
         "        [place.copy_(kept) for place, kept in self.later]\n        whole = self.gathered.pop(m)\n",

@@ -330,7 +330,9 @@ def test_a_push_does_not_wait_for_its_device_piece_by_piece(checkpoint, kind, co
     for size in (2**30, 2**18):
         with set_current_vllm_config(model.vllm_config):
             session, written, pieces = Session(Plan(model, manifest), "test", verify=False), Counter(), 0
-            session.table = None  # as on a device
+            session.table = None  # as on a device, like the next line
+            for sink in session.sinks.values():
+                sink.tells_at_once = False
             shared = Shared(capacity(manifest, size, session.plan.whole))
             for some, _ in cut(tensors.items(), manifest, lambda shared=shared: shared.tensor, session.plan.whole):
                 with Waits() as dispatched, Fetches() as asked:

@@ -69,6 +69,8 @@ class Blocks(Sink):
         """The largest magnitude of codes that came with scales, of each expert."""
         self.told: set[Route] = set()
         """The routes whose facts are complete."""
+        self.tells_at_once = self.codes.is_cpu
+        """Whether facts are told when a route's last row has come; on another device that would be to wait for it."""
 
     def _matrices(self, route: Route) -> range:
         """Return the numbers of the matrices (experts) that a route leads to; 0 where there is only one."""
@@ -133,10 +135,10 @@ class Blocks(Sink):
 
     def _close(self, route: Route, rows: int) -> None:
         """Tell the facts of a route once all of its rows have come, with their scales: until the next ones come there
-        is time, unless all are there. Those on another device are told in the end, when there is one to wait for it."""
+        is time, unless all are there. What is not told now is told in the end."""
         if rows == rows_of(route):
             self.prints[route].close()  # the next tensor's sums have its memory
-            if self.codes.is_cpu:
+            if self.tells_at_once:
                 self._tell_of(route)
 
     def _as_stack(self, route: Route, row: int, values: torch.Tensor) -> tuple[range, int, torch.Tensor]:
