@@ -335,7 +335,7 @@ class Blocks(Sink):
             self._tell_of(route)
 
     def _tell_of(self, route: Route) -> None:
-        """Complete the facts of a route, of which everything has come."""
+        """Tell the facts of a route, of which everything has come."""
         self.told.add(route)
         scales, facts = self.scales_of(route), self.facts[route.entry]
         self._tell(route, "fp8", together([self.prints[route].digest(), fingerprint(scales)]))
