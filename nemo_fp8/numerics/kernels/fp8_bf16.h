@@ -142,8 +142,16 @@ INLINE void cast_abreast(const uint16_t *x, uint8_t *to, matrix_of m, const char
     if (sum) _mm256_storeu_si256((__m256i *)of_rows, word_sums_of_four(rows));
 }
 
-/* All rows of a strip like that: a narrow one has so little to do for a few rows that to begin with them takes as long. */
-#define ALL_ABREAST(NAME, SUM)     static void NAME(const uint16_t *x, uint8_t *to, matrix_of m, int64_t rows, const char *ask, const row_options *of, const steps *by,                      counts *s, uint64_t *columns, uint64_t *of_rows) {         row_options o = *of;         steps k = *by;         cast_abreast(x, to, m, ask, o, k, SET, s, SUM, columns, of_rows);         for (int64_t r = ABREAST; r < rows; r += ABREAST)             cast_abreast(x + r * m.stride, to + r * m.to_stride, m, ask + 2 * r * m.stride, o, k, ADD, s, SUM, columns, of_rows + r);     }
+/* All rows of a strip like that, begun once: a narrow one has little to do for a few rows. */
+#define ALL_ABREAST(NAME, SUM) \
+    static void NAME(const uint16_t *x, uint8_t *to, matrix_of m, int64_t rows, const char *ask, const row_options *of, const steps *by, \
+                     counts *s, uint64_t *columns, uint64_t *of_rows) { \
+        row_options o = *of; \
+        steps k = *by; \
+        cast_abreast(x, to, m, ask, o, k, SET, s, SUM, columns, of_rows); \
+        for (int64_t r = ABREAST; r < rows; r += ABREAST) \
+            cast_abreast(x + r * m.stride, to + r * m.to_stride, m, ask + 2 * r * m.stride, o, k, ADD, s, SUM, columns, of_rows + r); \
+    }
 ALL_ABREAST(all_abreast, 0) ALL_ABREAST(all_abreast_summed, 1)
 
 typedef void bf16_function(const uint16_t *, uint8_t *, int64_t, int64_t, const char *, const row_options *, const steps *, counts *);

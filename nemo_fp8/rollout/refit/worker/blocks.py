@@ -69,8 +69,8 @@ class Blocks(Sink):
         """The largest magnitude of codes that came with scales, of each expert."""
         self.told: set[Route] = set()
         """The routes whose facts are complete."""
-        self.tells_at_once = self.codes.is_cpu
-        """Whether facts are told when a route's last row has come; on another device that would be to wait for it."""
+        self.tells_at_once = True
+        """Whether facts are told when a route's last row has come, unless that would be to wait for a device."""
 
     def _matrices(self, route: Route) -> range:
         """Return the numbers of the matrices (experts) that a route leads to; 0 where there is only one."""
@@ -105,7 +105,7 @@ class Blocks(Sink):
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
         self.write_staying(route, row, values)
         if values.dtype != self.codes.dtype and not self.straddling:
-            self._close(route, row + values.shape[0])
+            self._tell_if_whole(route, row + values.shape[0])
 
     def write_staying(self, route: Route, row: int, values: torch.Tensor) -> None:
         matrices, start, stack = self._as_stack(route, row, values)
@@ -117,6 +117,7 @@ class Blocks(Sink):
             return
         if not self.straddling:
             self._quantize(route, matrices, start, stack, at)
+            self._close(route, row + values.shape[0])
             return
         to = part_of(route, row, values.shape[0])
         for m, matrix in zip(matrices, stack, strict=True):
@@ -132,14 +133,19 @@ class Blocks(Sink):
         self._take_codes(route, *self._as_stack(route, row, codes), magnitudes=False)
         self.write_scales(route, blocks_of(part_of(route, row, codes.shape[0]), self.block), scales)
         self._close(route, row + codes.shape[0])
+        self._tell_if_whole(route, row + codes.shape[0])
 
     def _close(self, route: Route, rows: int) -> None:
-        """Tell the facts of a route once all of its rows have come, with their scales: until the next ones come there
-        is time, unless all are there. What is not told now is told in the end."""
+        """Keep no more of a fingerprint than it needs, once all rows have come: the next tensor's sums have its
+        memory."""
         if rows == rows_of(route):
-            self.prints[route].close()  # the next tensor's sums have its memory
-            if self.tells_at_once:
-                self._tell_of(route)
+            self.prints[route].close()
+
+    def _tell_if_whole(self, route: Route, rows: int) -> None:
+        """Tell the facts of a route once all of its rows have come, with their scales: until the next ones come there
+        is time. What stays where it lies is told in the end, since all of it is there."""
+        if rows == rows_of(route) and self.tells_at_once and self.codes.is_cpu:
+            self._tell_of(route)
 
     def _as_stack(self, route: Route, row: int, values: torch.Tensor) -> tuple[range, int, torch.Tensor]:
         """Return the matrices that rows of a route's source go to, their first row there, and the rows as [matrices,

@@ -127,9 +127,8 @@ class Facts:
     Counts stay on the tensor's device, since reading a number from a GPU waits for all of its work.
     :meth:`Tally.settle` reads all of them at once, and fills in the fields of :data:`COUNTED`. Of a stack of experts
     each of these is a list with one number for each expert, or one number if it is that of all, so that nothing is done
-    expert by expert. The methods take
-    ``at``, the experts that came (:data:`ONE` for a tensor that is no stack), and values of which each of them has the
-    same number, in order.
+    expert by expert. The methods take ``at``, the experts that came (:data:`ONE` for a tensor that is no stack), and
+    values of which each of them has the same number, in order.
     """
 
     kind: str = ""
