@@ -337,8 +337,9 @@ class Blocks(Sink):
 
     def finish(self) -> None:
         self.scratch = None
-        for route in self.prints.keys() - self.told:
-            self._tell_of(route)
+        for route in self.prints:
+            if route not in self.told:
+                self._tell_of(route)
 
     def _tell_of(self, route: Route) -> None:
         """Tell the facts of a route, of which everything has come."""
