@@ -215,7 +215,7 @@ static void unscale_roots(float *restrict sums, const float *restrict scale_inv,
     for (int64_t t = 0; t < n; t++) sums[t] = sqrtf(sums[t]) * scale_inv[t];
 }
 
-/* The same of a tile with an infinity. Its scale is too small for its other values: their squares, scaled, would be zero. */
+/* The same of a tile with an infinity, whose scale does not fit its other values: beneath that of E8M0 their squares would be zero. */
 static void find_roots_beside_infinity(const strip *s, format f, int64_t t) {
     const job *j = s->j;
     int64_t first = t * j->tile_cols, last = least_of(first + j->tile_cols, s->width);
