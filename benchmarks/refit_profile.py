@@ -27,11 +27,11 @@ SENDER = (
 WORKER = (
     ("begin: manifest, plan, checks", "session.py", "nemo_fp8_refit_begin"),
     ("write", "session.py", "write"),
-    ("of it, codes that came, copied and fingerprinted", "sinks.py", "_take_codes"),
+    ("of it, codes that came, copied and fingerprinted", "arrived.py", "write"),
     ("of it, quantize", "quantize.py", "quantize_into"),
     ("of it, within the compiled kernel", "cpu.py", "_run"),
     ("of it, copies, fingerprints and magnitudes", "fingerprint.py", "add"),
-    ("of it, packing and gathering", "sinks.py", "_process"),
+    ("of it, packing and gathering", "staged.py", "_process"),
     ("waits for a message", "socket.socket", "recv"),
     ("finish", "session.py", "nemo_fp8_refit_finish"),
     ("of it, sums and one transfer of all counts", "layouts.py", "settle"),

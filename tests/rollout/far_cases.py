@@ -91,11 +91,11 @@ def test_a_trainer_whose_tensors_lie_there_casts_them_there(operand):
     values[3, 5] = 1e4
     room, casts = torch.zeros(1 << 17, dtype=torch.uint8), []
     for one in (far.Far(values.clone()), values):
-        cast = casting.Cast(Entry("a", "bfloat16", (384, 256)), operand, operand.block)
+        cast = casting.Cast.of(Entry("a", "bfloat16", (384, 256)), operand)
         room.zero_()
         cast.put(0, one[:256], room, 64, None)
         cast.put(256, one[256:], room, 1 << 16 | 64, None)
-        casts.append((room.clone(), cast.totals.cpu()))
+        casts.append((room.clone(), cast.totals().cpu()))
     assert torch.equal(casts[0][0], casts[1][0])
     assert casts[0][1].tolist()[0] == pytest.approx(casts[1][1].tolist()[0], rel=1e-5)
     assert casts[0][1][0, -1] == values[3, 5]

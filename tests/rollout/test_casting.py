@@ -21,7 +21,8 @@ from nemo_fp8.rollout.refit import Manifest, casting
 from nemo_fp8.rollout.refit.casting import Cast, Casts
 from nemo_fp8.rollout.refit.manifest import Entry
 from nemo_fp8.rollout.refit.memory import Opened, Shared
-from nemo_fp8.rollout.refit.wire import cut
+from nemo_fp8.rollout.refit.wire import SharedMemory, cut
+from nemo_fp8.rollout.refit.worker.blocks import Blocks
 
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.norm.weight"
 STACK = "model.layers.1.mlp.experts.down_proj"
@@ -74,6 +75,72 @@ def test_bits_and_receipt_are_those_of_a_push_of_values(checkpoint, kind, contra
     assert found.fingerprint == expected.fingerprint
     assert told(found) == {t.name: vars(t) for t in expected.tensors}
     assert found.bytes < expected.bytes
+
+
+def without_their_sinks(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("codes took their sink")
+
+    monkeypatch.setattr(Blocks, "write_cast", refuse)
+
+
+@pytest.mark.parametrize(("kind", "contract", "given"), CASES, ids=NAMES)
+def test_codes_take_the_ways_of_the_last_push_however_they_are_cut(
+    checkpoint, kind, contract, given, small, monkeypatch
+):
+    """Codes, scales and what is told are those of this push alone, of a worker and a trainer that know all pieces."""
+    monkeypatch.setattr(SharedMemory, "most", 2**30)
+    worker, model = Worker(build(checkpoint(kind, 0), **contract)), build(checkpoint(kind, 0), **contract)
+    without_their_sinks(monkeypatch)
+    refit = Refit(worker)
+    for seed, most in ((1, 2**30), (2, 2**18), (1, 2**18), (2, 2**30)):
+        monkeypatch.setattr(SharedMemory, "most", most)
+        tensors = given(weights_of(checkpoint(kind, seed)))
+        found = refit.push(tensors).require()
+        monkeypatch.setattr(casting, "LEAST", 1 << 60)
+        expected = Refit(Worker(model)).push(tensors).require()
+        monkeypatch.setattr(casting, "LEAST", 0)
+        assert differing(held(worker.model_runner.get_model()), held(model)) == []
+        assert found.fingerprint == expected.fingerprint
+        assert told(found) == {t.name: vars(t) for t in expected.tensors}
+
+
+def test_codes_go_to_where_a_parameter_has_moved(checkpoint, small, monkeypatch):
+    without_their_sinks(monkeypatch)
+    model, tensors = build(checkpoint("qwen3", 0)), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(Worker(model))
+    refit.push(weights_of(checkpoint("qwen3", 2))).require()
+    (layer,) = [m for name, m in model.named_modules() if name.endswith("layers.1.mlp.down_proj")]
+    old = layer.weight.data
+    before = old.view(torch.uint8).clone()
+    layer.weight.data = old.clone()
+    refit.push(tensors).require()
+    assert torch.equal(old.view(torch.uint8), before)
+    other = build(checkpoint("qwen3", 0))
+    Refit(Worker(other)).push(tensors).require()
+    assert differing(held(model), held(other)) == []
+
+
+def test_a_tensor_that_came_in_part_comes_again_from_its_first_row(checkpoint, small, monkeypatch):
+    """The sums of a push that died are not added to."""
+    monkeypatch.setattr(SharedMemory, "most", 2**18)
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit, real, rows = Refit(worker), SharedMemory.send, []
+    expected = refit.push(tensors).require().fingerprint
+
+    def send(self, pieces, used):
+        rows.extend(pieces)
+        if any(len(piece) == 5 and piece[2] < tensors[[*tensors][piece[0]]].shape[0] for piece in pieces):
+            real(self, pieces, used)
+            raise KeyboardInterrupt
+        real(self, pieces, used)
+
+    monkeypatch.setattr(SharedMemory, "send", send)
+    with pytest.raises(KeyboardInterrupt):
+        refit.push(tensors)
+    assert rows[-1][1] == 0
+    monkeypatch.setattr(SharedMemory, "send", real)
+    assert refit.push(tensors).require().fingerprint == expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
@@ -315,6 +382,7 @@ def test_a_worker_that_holds_a_part_takes_its_rows(checkpoint, small):
     first = route.to[0][0] + 128
     part = replace(route, source=((128, 256), route.source[1]), to=((first, first + 128), route.to[1]))
     session.plan.routes.by_entry[i] = [part]
+    session.arrivals = {}  # they were made of the route that was there
     expected = sink._read(sink.codes[0], 0, sink.matrix[0]).view(torch.uint8).clone()
     coded, memory = quantize(tensors[name], BLOCK), Shared(1 << 20)
     expected[first : first + 128] = coded.data[128:256].view(torch.uint8)

@@ -19,15 +19,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.kernels import SOURCES, build
+from nemo_fp8.numerics.kernels.cpu import cast_job
+from nemo_fp8.numerics.kernels.pieces import CastPieces
 from nemo_fp8.numerics.quantize import quantize_into
 from nemo_fp8.numerics.statistics import TOTALS
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
@@ -52,8 +55,22 @@ class Cast:
     entry: Entry
     operand: Operand
     block: tuple[int, int]
-    totals: torch.Tensor | None = None
-    """What was counted so far, [experts, TOTALS] in FP64; a tensor that is no stack has one row."""
+    pieces: CastPieces | None = None
+    """Its casts on a CPU, by jobs that are kept from push to push; None if there are none."""
+    counted: list[tuple[slice, torch.Tensor | NDArray[np.float64]]] = field(default_factory=list)
+    """What was counted in this push, [experts, TOTALS] in FP64, piece by piece; a tensor that is no stack has one
+    row."""
+
+    @classmethod
+    def of(cls, entry: Entry, operand: Operand) -> Cast:
+        """Return the cast of a tensor by the operand that all workers keep it by."""
+        assert operand.block is not None
+        values = torch.empty(math.prod(entry.shape[:-1]), entry.shape[-1], dtype=entry.torch_dtype, device="meta")
+        grid = grid_of(tuple(values.shape), operand.block)
+        scales = torch.empty(grid, dtype=scales_type(operand), device="meta")
+        codes = torch.empty(values.shape, dtype=CODES, device="meta")
+        job = cast_job(values, operand.block, operand.format, operand.scale, scales, codes)
+        return cls(entry, operand, operand.block, None if job is None else CastPieces(job))
 
     def gap(self, rows: int) -> int:
         """Return how many bytes behind the first code of so many rows their scales begin."""
@@ -69,12 +86,19 @@ class Cast:
 
         ``threads`` are those of a CPU's kernel; None for as many as torch has.
         """
-        rows, flat = values.shape[0], values.detach().reshape(-1, values.shape[-1])
+        rows = values.shape[0]
+        experts = slice(row, row + rows) if len(self.entry.shape) == 3 else slice(0, 1)
+        parts = experts.stop - experts.start
+        if self.pieces is not None and values.is_cpu and values.is_contiguous() and build.library() is not None:
+            first, high = room.data_ptr() + offset, rows * math.prod(self.entry.shape[1:-1])
+            places = values.data_ptr(), first, first + self.gap(rows)
+            self.counted.append((experts, self.pieces.put(row, high, parts, threads, *places)))
+            return
+        flat = values.detach().reshape(-1, values.shape[-1])
         behind = room[offset + self.gap(rows) : offset + self.bytes(rows)]
         codes = room[offset : offset + flat.numel()].view(CODES).view(flat.shape)
         scales = behind.view(scales_type(self.operand)).view(grid_of(tuple(flat.shape), self.block))
-        experts = slice(row, row + rows) if len(self.entry.shape) == 3 else slice(0, 1)
-        self._count(experts, self._cast(flat, codes, scales, experts.stop - experts.start, threads))
+        self.counted.append((experts, self._cast(flat, codes, scales, parts, threads)))
 
     def _cast(
         self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, parts: int, threads: int | None
@@ -94,20 +118,21 @@ class Cast:
                 there.copy_(one)
         return statistics.totals(parts)
 
-    def _count(self, experts: slice, totals: torch.Tensor) -> None:
-        count = self.entry.shape[0] if len(self.entry.shape) == 3 else 1
-        if self.totals is None and len(totals) == count:
-            self.totals = totals
-            return
-        if self.totals is None:
-            self.totals = totals.new_zeros(count, len(TOTALS))
-        rows = self.totals[experts]
-        rows[:, :-1] += totals[:, :-1]
-        torch.maximum(rows[:, -1], totals[:, -1], out=rows[:, -1])
+    def totals(self) -> torch.Tensor:
+        """Return what was counted in this push, [experts, TOTALS]."""
+        count, whole = self.entry.shape[0] if len(self.entry.shape) == 3 else 1, None
+        for experts, counted in self.counted:
+            totals = torch.from_numpy(counted) if isinstance(counted, np.ndarray) else counted
+            whole = totals.new_zeros(count, len(TOTALS)) if whole is None else whole
+            rows = whole[experts]
+            rows[:, :-1] += totals[:, :-1]
+            torch.maximum(rows[:, -1], totals[:, -1], out=rows[:, -1])
+        assert whole is not None
+        return whole
 
 
 class Casts:
-    """The tensors of a push that its trainer may cast, by what all workers answered to ``begin``."""
+    """The tensors that a trainer may cast, by what all workers answered to ``begin``, and what a push counts."""
 
     def __init__(self, manifest: Manifest, castable: Iterable[Iterable[tuple[Any, Iterable[int]]]]) -> None:
         operands: dict[int, set[Operand | None]] = {}
@@ -116,10 +141,15 @@ class Casts:
                 for i in numbers:
                     operands.setdefault(i, set()).add(None if operand is None else operand_of(operand))
         self._castable = {
-            i: Cast(manifest[i], operand, operand.block)
+            i: Cast.of(manifest[i], operand)
             for i, (operand, *others) in operands.items()
             if operand is not None and operand.block is not None and not others
         }
+
+    def begin(self) -> None:
+        """Drop what was counted: another push begins."""
+        for cast in self._castable.values():
+            cast.counted = []
 
     def of(self, i: int, tensor: torch.Tensor) -> Cast | None:
         """Return the cast of a tensor by its number; None if it goes as values."""
@@ -133,10 +163,10 @@ class Casts:
         return {
             i: {
                 name: numbers.astype(kind)
-                for (name, kind), numbers in zip(_COUNTED.items(), cast.totals.cpu().numpy().T, strict=True)
+                for (name, kind), numbers in zip(_COUNTED.items(), cast.totals().cpu().numpy().T, strict=True)
             }
             for i, cast in self._castable.items()
-            if cast.totals is not None
+            if cast.counted
         }
 
 

@@ -20,13 +20,14 @@ Where it does not fit the engine a push of everything follows, and the receipt s
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -143,27 +144,29 @@ class Refit:
         push = uuid.uuid4().hex[:12]
         begin = {"push": push, "tensors": announced.to_plain(), "verify": verify}
         # An engine nearly always answers as it did the last time, and the first buffers can be filled while it does.
-        asked = in_thread(lambda: _Check.of(announced, self._ask("begin", begin)))
+        asked = in_thread(lambda: self._begin(announced, begin))
         ahead = isinstance(named_tensors, Mapping) and not (verify or delta or isinstance(named_tensors, SharedWeights))
-        guess, sending, filled, ledger = self._checked if ahead else None, None, list[Filled](), None
+        last, sending, filled, ledger = self._checked, None, list[Filled](), None
         try:
-            if guess is not None and guess.manifest == announced:
-                sending = self._sending(guess, named_tensors)
+            if ahead and last is not None and last.manifest == announced:
+                sending = self._sending(last, named_tensors)
                 filled = _filled(sending.buffers, asked, sending.transport.buffers)
-            check = asked.result()
+            check, mixed = asked.result()
+            if last is not None and check == last:
+                check = last  # with the jobs of its casts
             if delta is not None:
                 ledger = Ledger.of(announced, {*check.passed_over}, self._ask("stored", {"push": push}))
-            if sending is None or check != guess:
+            if sending is None or check is not last:
                 if sending is not None:
                     sending.transport.close()
                 sending, filled = self._sending(check, named_tensors, ledger), []
             checked = time.perf_counter()
             self._checked = None if verify else check
             self.ledger = None  # the engine will hold other weights, or those of two pushes
-            if check.mixed:
-                self.control.refuse(check.mixed)  # also what was left by another way
+            if mixed:
+                self.control.refuse(mixed)  # also what was left by another way
             # After a push that died the engine computes no request, so waiting for the last one would never end.
-            self.control.hold("keep" if check.mixed else self.running)
+            self.control.hold("keep" if mixed else self.running)
             transport, buffers = sending.transport, itertools.chain(filled, sending.buffers)
             chunks, sent = self._stream(push, transport, check.workers, announced, buffers)
             streamed = time.perf_counter()
@@ -171,13 +174,19 @@ class Refit:
         except BaseException as error:
             self._end_dead(push, weight_version, asked, None if sending is None else sending.transport, error)
             raise
-        about = {"after_failure": check.mixed, "delta": delta, "casts": sending.casts.told()}
+        about = {"after_failure": mixed, "delta": delta, "casts": sending.casts.told()}
         times = (start, checked, streamed)
         told = self._end(announced, done, push, sending.skipped, transport, (chunks, sent), times, **about)
         if ledger is not None:
             ledger.settle(push, told.tensors)
             self.ledger = ledger
         return told
+
+    def _begin(self, announced: Manifest, message: Answer) -> tuple[_Check, str]:
+        """Begin a push of everything; return what the engine answers, and why it holds weights of two pushes, if it
+        does."""
+        begun = self._ask("begin", message)
+        return _Check.of(announced, begun), why_mixed(begun)
 
     def _push_changes(
         self, ledger: Ledger, named_tensors: Any, manifest: Any, verify: bool, weight_version: str | None
@@ -316,9 +325,10 @@ class Refit:
         if ledger is not None:
             to_send = ledger.noting(to_send)
         weights = getattr(named_tensors, "shared", None)
-        transport, casts = self._transport(check.manifest, check.whole, weights), Casts(check.manifest, check.castable)
-        buffers = cut(to_send, check.manifest, transport.buffer, check.whole, weights, casts)
-        return _Sending(transport, buffers, casts, skipped)
+        transport = self._transport(check.manifest, check.whole, weights)
+        check.casts.begin()
+        buffers = cut(to_send, check.manifest, transport.buffer, check.whole, weights, check.casts)
+        return _Sending(transport, buffers, check.casts, skipped)
 
     def _transport(self, manifest: Manifest, whole: Collection[int], weights: Shared | None = None) -> Transport:
         """Return the way to the workers, with the buffers of the last push if they fit."""
@@ -411,8 +421,11 @@ class _Check:
     """Those of the tensors that are not cut."""
     castable: list[Any]
     """What each worker lets the trainer cast."""
-    mixed: str = field(compare=False)
-    """Why the engine holds weights of two pushes; empty if it does not."""
+
+    @functools.cached_property
+    def casts(self) -> Casts:
+        """The tensors that the trainer may cast, with the jobs of their casts."""
+        return Casts(self.manifest, self.castable)
 
     @classmethod
     def of(cls, manifest: Manifest, begun: Sequence[Answer]) -> _Check:
@@ -423,7 +436,6 @@ class _Check:
             frozenset(_accepted(manifest, begun)),
             frozenset(i for answer in begun for i in answer["whole"]),
             [answer.get("castable", ()) for answer in begun],
-            why_mixed(begun),
         )
 
 

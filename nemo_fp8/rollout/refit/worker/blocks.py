@@ -241,13 +241,17 @@ class Blocks(Sink):
 
     def job(self, route: Route, x: torch.Tensor) -> CastJob | None:
         """Return the cast of a route's whole matrix ``x``, which may have no memory, as a job; None if it is none."""
-        matrices, ((start, stop), _) = self._matrices(route), route.to[-2:]
-        if self.straddling or len(matrices) > 1 or x.dtype == self.codes.dtype:
+        if self.straddling or len(self._matrices(route)) > 1 or x.dtype == self.codes.dtype:
             return None
-        codes, scales = self._live(matrices, start, stop - start)
+        codes, scales = self.lying(route)
         if codes is None or scales is None or codes.shape != x.shape:
             return None
         return cast_job(x, self.block, self.operand.format, self.operand.scale, scales, codes, self.layout.order)
+
+    def lying(self, route: Route) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the live codes and scales of all rows of a route, each as one matrix; None if they are no such one."""
+        start, stop = route.to[-2]
+        return self._live(self._matrices(route), start, stop - start)
 
     def _live(self, matrices: range, row: int, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the live codes and scales of some rows of these matrices, as one matrix; None if they are no such one.

@@ -26,13 +26,14 @@ from nemo_fp8.rollout.engine import kv, released
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import SCALES, Entry, Manifest
+from nemo_fp8.rollout.refit.worker.arrived import Arrived, arrivals
 from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.keeping import Keeping, castable, kept_by
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import InPlace, KvScales, Sink
-from nemo_fp8.rollout.refit.worker.small import Table, places_of
+from nemo_fp8.rollout.refit.worker.small import Held, Table, places_of
 from nemo_fp8.rollout.refit.worker.staged import VIEWS, Staged
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
@@ -49,6 +50,7 @@ class Plan:
         self.model, self.manifest = model, manifest
         self._ways: dict[Target, str] = {}
         self._table: Table | None = None
+        self._arrivals: tuple[list[Held], dict[int, Arrived]] | None = None
         self._kept: tuple[dict[int, Keeping], list[list[int]]] | None = None
         self._castable: dict[int, Operand | None] | None = None
         self.layers: dict[str, Any] = dict(model.named_modules())
@@ -151,6 +153,13 @@ class Plan:
         if self._table is None or self._table.places != places_of(sinks):
             self._table = Table(self, sinks)
         return self._table
+
+    def arrivals(self, sinks: dict[Target, Sink]) -> dict[int, Arrived]:
+        """Return the ways of tensors that a trainer has cast, likewise."""
+        places = places_of(sinks)
+        if self._arrivals is None or self._arrivals[0] != places:
+            self._arrivals = places, arrivals(self, sinks)
+        return self._arrivals[1]
 
     def kept(self, sinks: dict[Target, Sink]) -> tuple[dict[int, Keeping], list[list[int]]]:
         """Return what ``kept_by`` says of this plan; the sinks of any push of it are as good."""

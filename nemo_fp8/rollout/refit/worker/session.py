@@ -78,7 +78,7 @@ class Session:
     """One push that is under way in this worker. Every piece is checked against the manifest before it is written."""
 
     tabled = True
-    """Whether small tensors are written by a table."""
+    """Whether tensors take the ways that a plan keeps, where it has some."""
 
     def __init__(self, plan: Plan, number: str, verify: bool) -> None:
         self.plan, self.number, self.verify = plan, number, verify
@@ -103,6 +103,8 @@ class Session:
         """Tensors that came of which the loader makes values together with others."""
         self.table = plan.table(self.sinks) if self.tabled and not verify else None
         """How small tensors are written; None where they take their sinks."""
+        self.arrivals = plan.arrivals(self.sinks) if self.tabled and not verify else {}
+        """How large tensors are written that the trainer has cast; those that are not here take their sinks."""
         self.sealing = False
         """Whether a push of changes may follow, which has to find out what others wrote in between."""
 
@@ -164,6 +166,14 @@ class Session:
     def _write_codes(self, memory: Opened, i: int, row: int, rows: int, offset: int, scales_at: int) -> None:
         """Write rows [row, row+n) of tensor ``i``, as the sender has cast them, to every local parameter that holds a
         part of them."""
+        if (arrived := self.arrivals.get(i)) is not None:
+            places = arrived.places(memory, rows, offset, scales_at)
+            self.written = True
+            self.rows[i] += rows
+            arrived.write(row, rows, *places)
+            if self.rows[i] == self.plan.manifest[i].rows:
+                arrived.tell(self.tally.facts[i])
+            return
         operand, shape = self.castable.get(i), (rows, *self.plan.manifest[i].shape[1:])
         if operand is None or operand.block is None:  # no part of it is here
             self.rows[i] += rows

@@ -37,6 +37,10 @@ Place = tuple[int, int]
 """A tensor's number in the manifest, and the address of its values."""
 
 
+Held = tuple[int, tuple[int, ...]]
+"""The address and the strides of memory that a sink writes."""
+
+
 class Way(NamedTuple):
     """How one tensor is written."""
 
@@ -120,7 +124,7 @@ class Table:
             facts.count_scales(way.live, way.scale)
 
 
-def places_of(sinks: Mapping[Target, Sink]) -> list[tuple[int, tuple[int, ...]]]:
+def places_of(sinks: Mapping[Target, Sink]) -> list[Held]:
     """Return the addresses and strides of what sinks write at once."""
     return [(held.data_ptr(), held.stride()) for sink in sinks.values() for held in _held(sink)]
 
