@@ -89,7 +89,6 @@ def test_codes_take_the_ways_of_the_last_push_however_they_are_cut(
     checkpoint, kind, contract, given, small, monkeypatch
 ):
     """Codes, scales and what is told are those of this push alone, of a worker and a trainer that know all pieces."""
-    monkeypatch.setattr(SharedMemory, "most", 2**30)
     worker, model = Worker(build(checkpoint(kind, 0), **contract)), build(checkpoint(kind, 0), **contract)
     without_their_sinks(monkeypatch)
     refit = Refit(worker)

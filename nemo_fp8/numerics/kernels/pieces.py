@@ -1,10 +1,10 @@
 """Cast, or copy and sum up, matrices that come again and again in the same pieces, by jobs that are kept.
 
-    matrix = CastPieces(cast_job(x, ...))     the job of a matrix on the meta device, whose pieces are cast
-    matrix.put(row, rows, parts, addresses)   rows [row, row + rows): their values, codes and scales lie there now
-    matrix = SummedPieces(into, order)        a matrix whose rows are copied to this memory, to lie there in an order
-    matrix.put(row, rows, address)            rows [row, row + rows), which lie at this address now
-    matrix.taken()                            the sums of all rows and then of all columns, once the last were put
+    matrix = CastPieces(cast_job(x, ...))              the job of a matrix on the meta device, whose pieces are cast
+    matrix.put(row, rows, ..., values, codes, scales)  rows [row, row + rows), with the addresses of all three now
+    matrix = SummedPieces(into, order)                 a matrix whose rows are copied to memory, in an order
+    matrix.put(row, rows, address)                     rows [row, row + rows), which lie at this address now
+    matrix.taken()                                     the sums of all rows and then of all columns, after the last
 
 A kernel leaves little else in the caches than what it has read and written, so that each call of Python after it takes
 many times as long as in a loop of its own, and to describe a matrix to a kernel takes dozens. Here all but addresses
