@@ -1,5 +1,7 @@
 """Jobs that are kept for the pieces of a matrix: what each leaves is what a call for that piece alone does."""
 
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +63,27 @@ def test_pieces_are_copied_and_summed_up_as_a_whole_matrix_is(isa, order, monkey
             assert len(pieces.taken()) == 0  # they have no memory beside the model
     assert not wide[0].any()
     assert not wide[-1].any()
+
+
+def test_a_forked_process_puts_pieces_of_which_its_parent_kept_the_jobs():
+    """It has none of the threads that worked there, and would wait for them for ever."""
+    live, like = torch.zeros(4096, 1024, dtype=torch.uint8), torch.empty(4096, 1024, dtype=torch.bfloat16)
+    x, codes = torch.ones_like(live), torch.empty_like(live).view(torch.float8_e4m3fn)
+    scales, like = torch.empty(32, 8), like.normal_(generator=torch.Generator().manual_seed(0))
+    sums = SummedPieces(live, Order.ROWS)
+    casts = CastPieces(cast_job(like.to("meta"), (128, 128), "e4m3", "fp32", scales.to("meta"), codes.to("meta")))
+
+    def put():
+        sums.put(0, 4096, x.data_ptr())
+        casts.put(0, 4096, 1, None, like.data_ptr(), codes.data_ptr(), scales.data_ptr())
+
+    put()
+    child = multiprocessing.get_context("fork").Process(target=put)
+    child.start()
+    child.join(30)
+    child.kill()
+    child.join()
+    assert child.exitcode == 0
 
 
 def test_a_matrix_that_is_cut_otherwise_each_time_keeps_few_pieces(monkeypatch):
