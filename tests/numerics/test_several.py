@@ -1,4 +1,5 @@
-"""Small matrices that are cast, or copied and summed up, by one call, against a call for each."""
+"""Matrices that are cast, or copied and summed up, by one call, against a call for each: small ones, and two that all
+threads work at."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from nemo_fp8.numerics.kernels.several import Casts, Sums
 pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler on this machine")
 
 ISAS = ["native", "avx2", "plain"]
-SHAPES = [(128, 128), (1, 128), (300, 130), (128, 4104), (7, 1), (512, 2048)]
+SHAPES = [(128, 128), (1, 128), (300, 130), (1536, 2056), (128, 4104), (7, 1), (512, 2048), (4100, 1032)]
+PARTS = [1, 1, 1, 3, 1, 1, 4, 1]
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])
 def test_casts_are_those_of_a_call_for_each(isa, kind, monkeypatch):
-    """Of all, and then of some in another order whose values lie elsewhere; one has values that need the slow way."""
+    """Of all, and then of some in another order whose values lie elsewhere; one has values that need the slow way, and two are of parts that are told of
+    one by one."""
     build_for(isa, monkeypatch)
     tile, scale_type = (128, 128), torch.float8_e8m0fnu if kind == "e8m0" else torch.float32
     grids = [tuple(-(-n // 128) for n in shape) for shape in SHAPES]
@@ -29,37 +32,38 @@ def test_casts_are_those_of_a_call_for_each(isa, kind, monkeypatch):
     codes = [memory[:, :columns] for memory, (_, columns) in zip(wide, SHAPES, strict=True)]
     scales = [torch.empty(grid, dtype=scale_type) for grid in grids]
     like = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in SHAPES]
-    casts = Casts([cast_job(x, tile, "e4m3", kind, s, codes=c) for x, c, s in zip(like, codes, scales, strict=True)])
-    for seed, numbers in ((0, range(len(SHAPES))), (1, [4, 2, 0])):
+    jobs = [cast_job(x, tile, "e4m3", kind, s, codes=c) for x, c, s in zip(like, codes, scales, strict=True)]
+    casts = Casts(jobs, PARTS)
+    for seed, numbers in ((0, range(len(SHAPES))), (1, [5, 3, 2, 0])):
         x = {n: values(SHAPES[n], torch.bfloat16, seed + n, "specials" if n == 2 else "gaussian") for n in numbers}
         casts.run(numbers, [x[n].data_ptr() for n in numbers])
         for n in numbers:
             out = torch.empty(SHAPES[n], dtype=torch.float8_e4m3fn), torch.empty(grids[n], dtype=scale_type)
-            alone = kernels.quantize_summed(x[n], tile, "e4m3", kind, out)
+            alone = kernels.quantize_summed(x[n], tile, "e4m3", kind, out, PARTS[n])
             same(codes[n], out[0])
             same(scales[n], out[1])
             assert casts.sums(n).tolist() == [*alone.of_rows.tolist(), *alone.of_columns.tolist()]
-            np.testing.assert_array_equal(casts.totals[n], alone.totals[0].numpy())
+            np.testing.assert_array_equal(casts.totals(n), alone.totals.numpy())
     assert not any(memory[:, columns:].float().any() for memory, (_, columns) in zip(wide, SHAPES, strict=True))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_copies_are_those_of_a_call_for_each(isa, monkeypatch):
     build_for(isa, monkeypatch)
-    types = [torch.bfloat16, torch.float16, torch.float32] * 2
+    types = [torch.bfloat16, torch.float16, torch.float32, torch.bfloat16] * 2
     x = [values(shape, dtype, 5, "gaussian") for shape, dtype in zip(SHAPES, types, strict=True)]
-    x[1][0, 3], x[2][4, 5], x[4][6, 0] = float("-inf"), float("nan"), -1e4
+    x[1][0, 3], x[2][4, 5], x[5][6, 0] = float("-inf"), float("nan"), -1e4
     into = [torch.zeros_like(one) for one in x]
     jobs = [sums_job(one.to("meta"), to, MAGNITUDES[one.dtype]) for one, to in zip(x, into, strict=True)]
-    sums, numbers = Sums(jobs, types), [5, 0, 1, 2, 4]
+    sums, numbers = Sums(jobs, types), [7, 6, 0, 1, 2, 3, 5]
     sums.run(numbers, [x[n].data_ptr() for n in numbers])
-    largest = sums.largest()
+    largest = dict(zip(numbers, sums.largest(numbers), strict=True))
     for n in numbers:
         of_rows, of_columns, tops = kernels.sums(x[n])
         same(into[n], x[n])
         assert sums.sums(n).tolist() == [*of_rows.tolist(), *of_columns.tolist()]
         torch.testing.assert_close(largest[n], tops.amax().double(), rtol=0, atol=0, equal_nan=True)
-    assert not into[3].any()
+    assert not into[4].any()
     assert largest[1] == float("inf")
     assert largest[2].isnan()
 
@@ -69,10 +73,9 @@ def test_sums_alone_copy_nothing():
     sums = Sums([sums_job(x, None, 0)])
     sums.run([0], [x.data_ptr()])
     assert sums.sums(0).tolist() == [n for found in kernels.sums(x)[:2] for n in found.tolist()]
-    assert len(sums.largest()) == 0
 
 
 def test_nothing_is_prepared_of_nothing():
-    for jobs in (Casts([]), Sums([]), Sums([], [])):
+    for jobs in (Casts([], []), Sums([]), Sums([], [])):
         jobs.run([], [])
-    assert len(Sums([], []).largest()) == 0
+    assert len(Sums([], []).largest([])) == 0

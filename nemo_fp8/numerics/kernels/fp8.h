@@ -151,7 +151,8 @@ static inline void share(void (*function)(void *), void *job, int threads, paral
     while (n > 0) pthread_join(helpers[--n], NULL);
 }
 
-/* Several small jobs as one, each on one thread: those of `which` among `all`, with values that lie at `x`. */
+/* Several jobs as one: those of `which` among `all`, with values that lie at `x`. All threads work at the large ones, which say so by more
+   `threads` than one: one job after the other, and nobody waits for the others between two of them. A small one is one thread's. */
 typedef struct several {
     const void *all;
     const int64_t *which;
@@ -160,6 +161,8 @@ typedef struct several {
     int64_t n;
     int32_t threads;
     _Atomic int64_t next, failed;
+    void *large; /* made here: the large ones, begun */
+    int64_t larges;
 } several;
 
 /* ------------------------------------------------------------------------------------------------------ new memory */

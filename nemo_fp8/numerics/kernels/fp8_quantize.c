@@ -457,8 +457,7 @@ static void work(void *argument) {
     free(w.columns), free(w.turned);
 }
 
-/* Returns whether all went well: not if there was no memory for sums, or for what is to be turned. */
-int nemo_fp8_quantize(job *j) {
+static int begin(job *j) {
     if (j->codes && j->codes_stride == j->cols) expect(j->codes, j->rows * j->cols);
     if (j->norm) expect(j->norm, bytes_of_counts(j));
     if (j->totals && !(j->of_strips = malloc((size_t)(height_of(j) * strips_of(j)) * sizeof(total)))) return 0;
@@ -466,22 +465,46 @@ int nemo_fp8_quantize(job *j) {
         if (strips_of(j) > 1) memset(j->of_rows, 0, (size_t)j->rows * 8);
         memset(j->of_columns, 0, (size_t)((j->cols + 7) / 8) * 8);
     }
-    share(work, j, j->threads, j->parallel);
+    return 1;
+}
+
+static int end(job *j) {
     if (j->totals) add_up_strips(j), free(j->of_strips);
     return !j->failed;
 }
 
+/* Returns whether all went well: not if there was no memory for sums, or for what is to be turned. */
+int nemo_fp8_quantize(job *j) {
+    if (!begin(j)) return 0;
+    share(work, j, j->threads, j->parallel);
+    return end(j);
+}
+
 static void work_on_several(void *argument) {
     several *s = argument;
+    for (int64_t i = 0; i < s->larges; i++) work((job *)s->large + i);
     for (int64_t i; (i = atomic_fetch_add(&s->next, 1)) < s->n;) {
         job j = ((const job *)s->all)[s->which[i]];
-        j.x = s->x[i], j.threads = 1;
+        if (j.threads > 1) continue;
+        j.x = s->x[i];
         if (!nemo_fp8_quantize(&j)) s->failed = 1;
     }
 }
 
 int nemo_fp8_quantize_several(several *s) {
+    job *large = s->large = malloc((size_t)s->n * sizeof *large + 1);
+    if (!large) return 0;
+    for (int64_t i = 0; i < s->n; i++) {
+        job j = ((const job *)s->all)[s->which[i]];
+        if (j.threads == 1) continue;
+        j.x = s->x[i], j.threads = s->threads;
+        if (begin(&j)) large[s->larges++] = j;
+        else s->failed = 1;
+    }
     share(work_on_several, s, s->threads, s->parallel);
+    for (int64_t i = 0; i < s->larges; i++)
+        if (!end(large + i)) s->failed = 1;
+    free(large);
     return !s->failed;
 }
 

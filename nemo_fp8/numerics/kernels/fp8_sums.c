@@ -78,15 +78,28 @@ int nemo_fp8_sums(sums_job *j) {
 
 static void work_on_several(void *argument) {
     several *s = argument;
+    for (int64_t i = 0; i < s->larges; i++) work_sums((sums_job *)s->large + i);
     for (int64_t i; (i = atomic_fetch_add(&s->next, 1)) < s->n;) {
         sums_job j = ((const sums_job *)s->all)[s->which[i]];
-        j.x = s->x[i], j.threads = 1;
-        memset(j.of_columns, 0, (size_t)((j.bytes + 7) / 8 * 8));
+        if (j.threads > 1) continue;
+        j.x = s->x[i];
         if (!nemo_fp8_sums(&j)) s->failed = 1;
     }
 }
 
 int nemo_fp8_sums_several(several *s) {
+    sums_job *large = s->large = malloc((size_t)s->n * sizeof *large + 1);
+    if (!large) return 0;
+    for (int64_t i = 0; i < s->n; i++) {
+        sums_job j = ((const sums_job *)s->all)[s->which[i]];
+        memset(j.of_columns, 0, (size_t)((j.bytes + 7) / 8 * 8));
+        if (j.threads == 1) continue;
+        j.x = s->x[i], j.threads = s->threads;
+        large[s->larges++] = j;
+    }
     share(work_on_several, s, s->threads, s->parallel);
+    for (int64_t i = 0; i < s->larges; i++)
+        if (large[i].failed) s->failed = 1;
+    free(large);
     return !s->failed;
 }

@@ -1,12 +1,13 @@
-"""Quantize, or copy and sum up, many small matrices by one call, whose places were told once beforehand.
+"""Quantize, or copy and sum up, many matrices by one call, whose places were told once beforehand.
 
-    jobs = Casts([cast_job(x, ...), ...])      or Sums([sums_job(x, ...), ...]); x may be on the meta device
-    jobs.run(numbers, addresses)               those jobs, whose values lie at these addresses now
-    jobs.sums(number)                          the sums of a matrix's rows (of its codes), and of its columns
+    jobs = Casts([cast_job(x, ...), ...], [1, ...])    or Sums([sums_job(x, ...), ...]); x may be on the meta device
+    jobs.run(numbers, addresses)                       those jobs, whose values lie at these addresses now
+    jobs.sums(number)                                  the sums of a matrix's rows (of its codes), and of its columns
 
 To call a kernel from Python takes 40 microseconds, in which it casts 100,000 elements. Here all but an address stays
-from call to call, and the threads share the matrices among them, each of which one thread does. The trade-off: all
-addresses are believed. Who prepares jobs keeps the memory that they write to, and prepares others when it has moved.
+from call to call. All threads work at a large matrix, and go on to the next one without waiting for one another; the
+small ones they share among them. The trade-off: all addresses are believed. Who prepares jobs keeps the memory that
+they write to, and prepares others when it has moved.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class _SeveralJobs(ctypes.Structure):
         ("n", ctypes.c_int64),
         ("threads", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in ("next", "failed")),
+        ("large", ctypes.c_void_p),
+        ("larges", ctypes.c_int64),
     )
 
 
@@ -46,7 +49,8 @@ class _Several:
         self._starts = [0, *itertools.accumulate(j.rows + -(-n // 8) for j, n in zip(jobs, bytes_of_rows, strict=True))]
         self._bytes = np.array([j.rows * n for j, n in zip(jobs, bytes_of_rows, strict=True)], np.int64)
         self._memory = np.empty(self._starts[-1], np.int64)
-        for job, first in zip(jobs, self._starts, strict=False):
+        for job, size, first in zip(jobs, self._bytes, self._starts, strict=False):
+            job.threads = 1 if size <= BYTES_FOR_THREADS else 2  # two: all
             job.of_rows = self._memory.ctypes.data + 8 * first
             job.of_columns = job.of_rows + 8 * job.rows
 
@@ -69,14 +73,18 @@ class _Several:
 
 
 class Casts(_Several):
-    """Casts, of which ``totals`` says what the last run did to each matrix, as ``quantize_summed`` does."""
+    """Casts of matrices, each of as many ``parts`` as are told of one by one, such as experts."""
 
-    def __init__(self, jobs: Sequence[CastJob]) -> None:
+    def __init__(self, jobs: Sequence[CastJob], parts: Sequence[int]) -> None:
         super().__init__(jobs, [job.cols for job in jobs], "nemo_fp8_quantize_several")
-        self.totals = np.empty((len(jobs), len(TOTALS)))
-        for job, totals in zip(jobs, self.totals, strict=True):
-            job.totals, job.rows_of_total = totals.ctypes.data, job.rows
+        self._totals = np.split(np.empty((sum(parts), len(TOTALS))), [*itertools.accumulate(parts)][:-1])
+        for job, totals in zip(jobs, self._totals, strict=False):
+            job.totals, job.rows_of_total = totals.ctypes.data, job.rows // len(totals)
         self._jobs = (CastJob * len(jobs))(*jobs)
+
+    def totals(self, number: int) -> NDArray[np.float64]:
+        """Return what the last run did to each part of a matrix, [parts, TOTALS], as ``quantize_summed`` does."""
+        return self._totals[number]
 
     def run(self, numbers: Sequence[int], addresses: Sequence[int]) -> None:
         """Run some casts. Raises MemoryError if there is none for what they sum up."""
@@ -101,13 +109,12 @@ class Sums(_Several):
         """Sum up some matrices. Raises MemoryError if there is none for it."""
         self._run(self._jobs, numbers, addresses)
 
-    def largest(self) -> torch.Tensor:
-        """Return the largest magnitude of every matrix in FP64, NaN if a value is, as the last runs left them."""
-        if not self._dtypes:
-            return torch.zeros(0, dtype=torch.float64)
-        tops = torch.from_numpy(np.maximum.reduceat(self._tops, self._first_rows[:-1]).view(np.int32))
-        found = torch.empty(len(tops), dtype=torch.float64)
-        for dtype in {*self._dtypes}:  # the bits of a NaN are larger than those of any number
-            mine = torch.tensor([one == dtype for one in self._dtypes])
+    def largest(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return the largest magnitudes of some matrices in FP64, NaN if a value is, as the last runs left them."""
+        rows = (slice(*self._first_rows[n : n + 2]) for n in numbers)
+        tops = torch.from_numpy(np.array([self._tops[one].max() for one in rows], np.uint32).view(np.int32))
+        found, dtypes = torch.empty(len(tops), dtype=torch.float64), [self._dtypes[n] for n in numbers]
+        for dtype in {*dtypes}:  # the bits of a NaN are larger than those of any number
+            mine = torch.tensor([one == dtype for one in dtypes])
             found[mine] = tops.view(dtype).view(len(tops), -1)[mine, 0].double()
         return found

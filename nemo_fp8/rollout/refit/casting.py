@@ -10,7 +10,7 @@ device, so who does it cannot be told from the weights. What the casts did (SNR,
 are made, so that a receipt has the numbers that it would have had from the engine.
 
 Some tensors go as values still, and the engine casts them: small ones, since it writes all that a message has by one
-call (worker/small.py); those whose blocks a cut of tensor parallelism straddles; and all where the trainer has no
+call (worker/whole.py); those whose blocks a cut of tensor parallelism straddles; and all where the trainer has no
 kernel, or where a push compares every cast with the reference. The trade-off: a trainer that pushes to several engines
 casts for each of them, as it copied for each of them.
 """

@@ -240,8 +240,9 @@ class Blocks(Sink):
             place.copy_(scales.view(place.shape))
 
     def job(self, route: Route, x: torch.Tensor) -> CastJob | None:
-        """Return the cast of a route's whole matrix ``x``, which may have no memory, as a job; None if it is none."""
-        if self.straddling or len(self._matrices(route)) > 1 or x.dtype == self.codes.dtype:
+        """Return the cast of a route's whole matrix ``x``, which may have no memory, as a job; None if it is none. A
+        stack of experts is a matrix if it lies like that."""
+        if self.straddling or x.dtype == self.codes.dtype:
             return None
         codes, scales = self.lying(route)
         if codes is None or scales is None or codes.shape != x.shape:

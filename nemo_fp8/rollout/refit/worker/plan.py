@@ -33,7 +33,7 @@ from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import InPlace, KvScales, Sink
-from nemo_fp8.rollout.refit.worker.small import Held, Table, places_of
+from nemo_fp8.rollout.refit.worker.whole import Held, Table, places_of
 from nemo_fp8.rollout.refit.worker.staged import VIEWS, Staged
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
@@ -149,7 +149,7 @@ class Plan:
         return sinks
 
     def table(self, sinks: dict[Target, Sink]) -> Table:
-        """Return the table of the small tensors that these sinks would write; it is made again where they moved."""
+        """Return the table of the tensors that these sinks would write by one call; it is made again where they moved."""
         if self._table is None or self._table.places != places_of(sinks):
             self._table = Table(self, sinks)
         return self._table

@@ -42,7 +42,7 @@ from nemo_fp8.rollout.refit.worker.packing import keep_freed, pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import count_rows, inside
-from nemo_fp8.rollout.refit.worker.small import Place
+from nemo_fp8.rollout.refit.worker.whole import Place
 from nemo_fp8.rollout.refit.worker.staged import Staged
 
 Answer = dict[str, Any]
@@ -102,7 +102,7 @@ class Session:
         self.waiting: dict[Route, dict[int, torch.Tensor]] = {}
         """Tensors that came of which the loader makes values together with others."""
         self.table = plan.table(self.sinks) if self.tabled and not verify else None
-        """How small tensors are written; None where they take their sinks."""
+        """How tensors are written that come whole; None where they take their sinks."""
         self.arrivals = plan.arrivals(self.sinks) if self.tabled and not verify else {}
         """How large tensors are written that the trainer has cast; those that are not here take their sinks."""
         self.sealing = False
@@ -123,7 +123,7 @@ class Session:
         """
         if not isinstance(pieces, list):
             raise bad_piece(pieces, "It is no list of pieces")
-        small: list[Place] = []
+        whole: list[Place] = []
         try:
             for piece in pieces:
                 i, row, rows, *gap, offset = self._checked(piece)
@@ -131,16 +131,16 @@ class Session:
                 if gap:
                     self._write_codes(memory, i, row, rows, offset, offset + gap[0])
                 elif self.table is not None and i in self.table.entries and rows == entry.rows:
-                    small.append((i, memory.address(offset, entry.bytes, entry.torch_dtype.itemsize)))
+                    whole.append((i, memory.address(offset, entry.bytes, entry.torch_dtype.itemsize)))
                     self.rows[i] += rows
                 else:
                     tensor = memory.read(offset, entry.torch_dtype, (rows, *entry.shape[1:]) if entry.shape else ())
                     self._bring(i, row, tensor, stays)
         finally:
-            self._write_small(small)
+            self._write_whole(whole)
 
-    def _write_small(self, places: list[Place]) -> None:
-        """Write small tensors that came whole."""
+    def _write_whole(self, places: list[Place]) -> None:
+        """Write tensors that came whole."""
         if self.table is not None and places:
             self.written = True
             self.table.write(places)

@@ -9,7 +9,7 @@
 ``blocks`` and ``in place`` need no memory beside the model and keep every address, so CUDA graphs and tied weights stay
 valid. ``staged`` holds one layer beside the model. A kernel needs it that packs a whole weight in a layout of its own,
 as oneDNN does with BF16 on a CPU. Small tensors take the first and the fourth way by a table there, all that a message
-has in one call (small.py), and codes that a trainer has cast take the first by jobs that a plan keeps (arrived.py).
+has in one call (whole.py), and codes that a trainer has cast take the first by jobs that a plan keeps (arrived.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small tensors are written by a table, in one call for a message: the same bits and facts as by their sinks."""
+"""Tensors that come whole are written by a table, in one call for a message: the same bits and facts as by their sinks."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
 from nemo_fp8.rollout.refit.worker.sinks import InPlace
-from nemo_fp8.rollout.refit.worker.small import Table
+from nemo_fp8.rollout.refit.worker.whole import Table
 
 BLOCK = Operand("e4m3", (128, 128), "fp32")
 NORM, Q_PROJ = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -34,27 +34,35 @@ def facts_of(receipt):
     return {t.name: t for t in receipt.tensors}
 
 
+@pytest.mark.parametrize("large", [1 << 12, 1 << 21], ids=["large", "small"])
+@pytest.mark.parametrize("shared", [False, True], ids=["buffers", "shared"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "stacks"])
 @pytest.mark.parametrize("scale", ["fp32", "pow2"])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_bits_and_facts_are_those_of_the_sinks(checkpoint, kind, scale, monkeypatch):
+def test_bits_and_facts_are_those_of_the_sinks(checkpoint, scale, kind, shared, large, monkeypatch):
+    """Whether one thread writes a tensor, or all do; a stack's facts are those of each of its experts."""
+    is_stacked, kind = kind == "stacks", kind.replace("stacks", "qwen3_moe")
     tensors, written = weights_of(checkpoint(kind, 1)), []
     tensors[NORM][3], tensors[Q_PROJ][5, 7] = float("nan"), float("inf")
+    tensors = stacked(tensors) if is_stacked else tensors
+    tensors = SharedWeights(tensors) if shared else tensors
+    monkeypatch.setattr("nemo_fp8.numerics.kernels.several.BYTES_FOR_THREADS", large)
     by_table, by_sinks = (build(checkpoint(kind, 0), last_layers=1, weight_scale=scale) for _ in range(2))
     write = Table.write
     monkeypatch.setattr(Table, "write", lambda table, places: (written.append(len(places)), write(table, places)))
     found = Refit(Worker(by_table)).push(tensors)
     assert sum(written) > len(tensors) / 2
-    monkeypatch.setattr("nemo_fp8.rollout.refit.worker.small._held", lambda sink: ())
+    monkeypatch.setattr("nemo_fp8.rollout.refit.worker.whole._held", lambda sink: ())
     expected = Refit(Worker(by_sinks)).push(tensors)
     assert found.fingerprint == expected.fingerprint
     assert [*map(repr, found.tensors)] == [*map(repr, expected.tensors)]  # a NaN is no other's equal
+    assert any(t.experts for t in found.tensors) == is_stacked
     assert facts_of(found)[NORM].nonfinite == facts_of(found)[Q_PROJ].nonfinite == 1
     assert [p.what for p in found.problems] == [p.what for p in expected.problems]
     assert differing(held(by_table), held(by_sinks)) == []
 
 
-def test_no_small_tensor_takes_its_sink(moe, monkeypatch):
-    """Experts that come one by one are small: a message of them is a call, however many they are."""
+def test_what_comes_whole_takes_no_sink(moe, monkeypatch):
+    """A message of experts that come one by one is a call, however many they are, and so is one of stacks."""
     from nemo_fp8.numerics.kernels import cpu, several
 
     model, tensors = moe
@@ -67,8 +75,9 @@ def test_no_small_tensor_takes_its_sink(moe, monkeypatch):
     monkeypatch.setattr(cpu, "quantize_summed", lambda *a: (calls.update(["alone"]), cast(*a))[1])
     refit.push(weights).require()
     assert calls == {"nemo_fp8_quantize_several": 1, "nemo_fp8_sums_several": 2}  # copies, and scales in the end
-    refit.push(stacked(weights)).require()
-    assert calls["alone"] == 6  # stacks are no small tensors
+    calls.clear()
+    refit.push(SharedWeights(stacked(tensors))).require()
+    assert calls == {"nemo_fp8_quantize_several": 1, "nemo_fp8_sums_several": 2}
 
 
 def test_the_table_is_kept_until_a_parameter_moves(moe, monkeypatch):
@@ -89,7 +98,7 @@ def test_the_table_is_kept_until_a_parameter_moves(moe, monkeypatch):
 
 
 def test_what_a_message_brings_a_part_of_takes_its_sink(checkpoint):
-    """Cut into pieces of a block of rows, most small tensors still come whole, and the receipt is the same."""
+    """Cut into pieces of a block of rows, most tensors still come whole, and the receipt is the same."""
     tensors = weights_of(checkpoint("qwen3", 1))
     model, other = build(checkpoint("qwen3", 0)), build(checkpoint("qwen3", 0))
     whole, cut = Refit(Worker(model)).push(tensors), Refit(Worker(other), chunk=2**20).push(tensors)

@@ -1,15 +1,17 @@
-"""Write all small tensors of a message by one call of a kernel: their ways are rows of a table that a plan keeps.
+"""Write all tensors that a message has whole by one call of a kernel: their ways are rows of a table that a plan keeps.
 
 A norm, or a matrix of some blocks, takes a kernel a few microseconds, and Python takes two hundred to bring it there
-through its sink and to tell of it. A model of many experts has little else. But a plan knows all of the way beforehand,
+through its sink and to tell of it. A model of many experts has little else. Of a trainer's shared memory large tensors
+come whole, too: all threads are at them, and would wait for that Python. But a plan knows all of the way beforehand,
 except where the values of the next push will lie:
 
     kept          where a tensor goes, as the job of a kernel (several.py), and its name in receipts
     filled in     the address of its values
     told          then, the facts that a sink would tell, made of what the kernel summed up
 
-The table has tensors that a sink would copy or quantize by one call on a CPU, and that come whole. All others take
-their sinks, and so do all of a push that compares its casts with the reference.
+The table has tensors that a sink would copy or quantize by one call on a CPU. What comes in several pieces takes its
+sink, and so does all of a push that compares its casts with the reference. The trade-off: the sums of all tensors of a
+table have memory of their own, of which a tensor that never comes whole touches none.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from nemo_fp8.numerics.kernels import build
-from nemo_fp8.numerics.kernels.cpu import BYTES_FOR_THREADS, MAGNITUDES, CastJob, SumsJob, has_rows, sums_job
+from nemo_fp8.numerics.kernels.cpu import MAGNITUDES, CastJob, SumsJob, has_rows, sums_job
 from nemo_fp8.numerics.kernels.several import Casts, Sums
 from nemo_fp8.numerics.statistics import TOTALS
 from nemo_fp8.rollout.refit.fingerprint import as_matrix, digest_of, together
@@ -58,10 +61,12 @@ class Way(NamedTuple):
     """The kind of these scales."""
     aligned: bool = True
     """Whether their blocks are those of the unsharded tensor."""
+    experts: int = 1
+    """How many experts a stack has."""
 
 
 class Table:
-    """The small tensors of a plan, and what the last push brought of them."""
+    """The tensors of a plan that can be written whole, and what the last push brought of them."""
 
     def __init__(self, plan: Plan, sinks: Mapping[Target, Sink]) -> None:
         self.places = places_of(sinks)
@@ -69,21 +74,22 @@ class Table:
         self._copied, self._cast = dict[int, Way](), dict[int, Way]()
         copies, casts, scales, dtypes = list[SumsJob](), list[CastJob](), list[SumsJob](), list[torch.dtype]()
         for i, (route, *others) in plan.routes.by_entry.items() if build.library() is not None else ():
-            sink = sinks[route.target]
-            if others or i in plan.stacks or not _held(sink) or (x := _part(route, plan.manifest)) is None:
+            sink, experts = sinks[route.target], plan.stacks.get(i, 1)
+            if others or not _held(sink) or (x := _part(route, plan.manifest)) is None:
                 continue
             start, name = int(x.storage_offset()) * x.itemsize, name_of(route)
-            if isinstance(sink, InPlace) and (into := _place(sink, route, x)) is not None:
+            if isinstance(sink, InPlace) and experts == 1 and (into := _place(sink, route, x)) is not None:
                 self._copied[i] = Way(len(copies), start, name, _size(into), inside(sink.live, route.to))
                 copies.append(sums_job(x, into, MAGNITUDES[x.dtype]))
                 dtypes.append(x.dtype)
             elif isinstance(sink, Blocks) and (job := sink.job(route, x)) is not None:
                 live, kind = as_matrix(sink.scales_of(route)), sink.operand.scale
                 size = (x.shape[0], x.shape[1])
-                self._cast[i] = Way(len(casts), start, name, size, live, kind, sink.same_grid(route))
+                self._cast[i] = Way(len(casts), start, name, size, live, kind, sink.same_grid(route), experts)
                 casts.append(job)
                 scales.append(sums_job(live, None, 0))
-        self._copies, self._casts, self._scales = Sums(copies, dtypes), Casts(casts), Sums(scales)
+        self._copies, self._scales = Sums(copies, dtypes), Sums(scales)
+        self._casts = Casts(casts, [way.experts for way in self._cast.values()])
         self._where_scales = [job.x for job in scales]
         self.entries = {*self._copied, *self._cast}
         """Numbers of the tensors that are written by this table."""
@@ -104,7 +110,7 @@ class Table:
 
     def _of_copies(self, ways: list[Way], all_: list[Facts]) -> None:
         counts = torch.zeros(len(ways), len(COUNTED), dtype=torch.float64)
-        counts[:, LARGEST] = self._copies.largest()[[way.job for way in ways]]
+        counts[:, LARGEST] = self._copies.largest([way.job for way in ways])
         finite = counts[:, LARGEST].isfinite().tolist()
         for way, facts, row, good in zip(ways, all_, torch.split(counts, 1), finite, strict=True):
             facts.kind, facts.counts = word(way.live.dtype), row
@@ -115,13 +121,13 @@ class Table:
     def _of_casts(self, ways: list[Way], all_: list[Facts]) -> None:
         jobs = [way.job for way in ways]
         self._scales.run(jobs, [self._where_scales[job] for job in jobs])
-        counts = torch.zeros(len(ways), len(COUNTED), dtype=torch.float64)
-        counts[:, : len(TOTALS)] = torch.from_numpy(self._casts.totals[jobs])
-        for way, facts, row in zip(ways, all_, torch.split(counts, 1), strict=True):
-            facts.kind, facts.counts, facts.aligned = "fp8", row, way.aligned
+        counts = torch.zeros(sum(way.experts for way in ways), len(COUNTED), dtype=torch.float64)
+        counts[:, : len(TOTALS)] = torch.from_numpy(np.concatenate([self._casts.totals(job) for job in jobs]))
+        for way, facts, rows in zip(ways, all_, torch.split(counts, [way.experts for way in ways]), strict=True):
+            facts.kind, facts.counts, facts.aligned = "fp8", rows, way.aligned
             scales = digest_of(*_size(way.live), self._scales.sums(way.job))
             facts.fingerprints[way.name] = together([digest_of(*way.size, self._casts.sums(way.job)), scales])
-            facts.count_scales(way.live, way.scale)
+            facts.count_scales(way.live, way.scale, slice(0, way.experts))
 
 
 def places_of(sinks: Mapping[Target, Sink]) -> list[Held]:
@@ -140,13 +146,12 @@ def _size(matrix: torch.Tensor) -> tuple[int, int]:
 
 
 def _part(route: Route, manifest: Manifest) -> torch.Tensor | None:
-    """Return the part of a tensor that a route takes, as a matrix without memory; None if it has no rows, or is
-    large."""
+    """Return the part of a tensor that a route takes, as a matrix without memory; None if it has no rows."""
     entry = manifest[route.entry]
     if not route.source or route.made is not None or entry.is_codes or entry.torch_dtype not in MAGNITUDES:
         return None
     part = inside(torch.empty(entry.shape, dtype=entry.torch_dtype, device="meta"), route.source)
-    if not 0 < part.nbytes <= BYTES_FOR_THREADS or not (part.dim() < 3 or part.is_contiguous()):
+    if not part.nbytes or not (part.dim() < 3 or part.is_contiguous()):
         return None
     return as_matrix(part)
 
