@@ -28,6 +28,7 @@ WORKER = (
     ("begin: manifest, plan, checks", "session.py", "nemo_fp8_refit_begin"),
     ("write", "session.py", "write"),
     ("of it, codes that came, copied and fingerprinted", "arrived.py", "write"),
+    ("of it, what came whole, by one call", "whole.py", "write"),
     ("of it, quantize", "quantize.py", "quantize_into"),
     ("of it, within the compiled kernel", "cpu.py", "_run"),
     ("of it, copies, fingerprints and magnitudes", "fingerprint.py", "add"),

@@ -33,8 +33,8 @@ from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import InPlace, KvScales, Sink
-from nemo_fp8.rollout.refit.worker.whole import Held, Table, places_of
 from nemo_fp8.rollout.refit.worker.staged import VIEWS, Staged
+from nemo_fp8.rollout.refit.worker.whole import Held, Table, places_of
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
 WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}

@@ -42,8 +42,8 @@ from nemo_fp8.rollout.refit.worker.packing import keep_freed, pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import count_rows, inside
-from nemo_fp8.rollout.refit.worker.whole import Place
 from nemo_fp8.rollout.refit.worker.staged import Staged
+from nemo_fp8.rollout.refit.worker.whole import Place
 
 Answer = dict[str, Any]
 log = logging.getLogger(__name__)
