@@ -23,8 +23,8 @@ PARTS = [1, 1, 1, 3, 1, 1, 4, 1]
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])
 def test_casts_are_those_of_a_call_for_each(isa, kind, monkeypatch):
-    """Of all, and then of some in another order whose values lie elsewhere; one has values that need the slow way, and two are of parts that are told of
-    one by one."""
+    """Of all, and then of some in another order whose values lie elsewhere; one has values that need the slow way, and
+    two are of parts that are told of one by one."""
     build_for(isa, monkeypatch)
     tile, scale_type = (128, 128), torch.float8_e8m0fnu if kind == "e8m0" else torch.float32
     grids = [tuple(-(-n // 128) for n in shape) for shape in SHAPES]
