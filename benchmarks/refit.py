@@ -362,10 +362,12 @@ def about() -> dict[str, Any]:
 
     from nemo_fp8 import __version__
 
+    units = [torch.backends.cpu.get_cpu_capability(), *["AMX"] * torch.cpu._is_amx_tile_supported()]
+    kind = f"{platform.machine()} with {' and '.join(units)}"
     return {
         "about": {
             "date": datetime.date.today().isoformat(),
-            "machine": f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f} at the end, {platform.machine()}",
+            "machine": f"{os.cpu_count()} processors, {kind}, load {os.getloadavg()[0]:.1f} at the end",
             "versions": f"nemo_fp8 {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
             "command": f"python benchmarks/refit.py {' '.join(sys.argv[1:])}",
         }

@@ -383,8 +383,8 @@ def test_an_expert_and_its_stack_are_not_both_taken(moe):
 
 
 def test_no_work_is_done_expert_by_expert(moe, monkeypatch):
-    """As many casts as stacks, however many experts are in them, where stacks take their sinks, as those do that come in
-    pieces. (What comes whole is one call: test_whole_tensors.)"""
+    """As many casts as stacks, however many experts are in them, where stacks take their sinks, as those that come in
+    pieces do. (What comes whole is one call: test_whole_tensors.)"""
     model, tensors = moe
     casts = []
     monkeypatch.setattr(Session, "tabled", False)

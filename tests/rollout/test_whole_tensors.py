@@ -1,4 +1,4 @@
-"""Tensors that come whole are written by a table, in one call for a message: the same bits and facts as by their sinks."""
+"""Tensors that come whole are written by a table, in one call for a message: to the bits and facts of their sinks."""
 
 from collections import Counter
 from types import SimpleNamespace

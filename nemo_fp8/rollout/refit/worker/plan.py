@@ -149,7 +149,7 @@ class Plan:
         return sinks
 
     def table(self, sinks: dict[Target, Sink]) -> Table:
-        """Return the table of the tensors that these sinks would write by one call; it is made again where they moved."""
+        """Return the table of the tensors that these sinks can write by one call; it is made again where they moved."""
         if self._table is None or self._table.places != places_of(sinks):
             self._table = Table(self, sinks)
         return self._table
