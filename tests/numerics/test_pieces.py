@@ -65,6 +65,23 @@ def test_pieces_are_copied_and_summed_up_as_a_whole_matrix_is(isa, order, monkey
     assert not wide[-1].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("isa", ISAS)
+def test_values_are_copied_and_their_largest_is_known(isa, dtype, monkeypatch):
+    build_for(isa, monkeypatch)
+    live = torch.zeros(ROWS, COLUMNS, dtype=dtype)
+    pieces = SummedPieces(live, Order.ROWS)
+    for bad, cuts in zip((None, float("-inf"), float("nan"), None), CUTS, strict=True):
+        x = values((ROWS, COLUMNS), dtype, len(cuts), "gaussian")
+        x[300, 7] = -8.5 if bad is None else bad
+        for row, rows in cuts:
+            pieces.put(row, rows, x[row : row + rows].data_ptr())
+        same(live, x)
+        of_rows, of_columns, _ = kernels.sums(x)
+        assert str(pieces.largest()) == {None: "8.5"}.get(bad, str(abs(bad or 0)))
+        assert pieces.taken().tolist() == [*of_rows.tolist(), *of_columns.tolist()]
+
+
 def test_a_forked_process_puts_pieces_of_which_its_parent_kept_the_jobs():
     """It has none of the threads that worked there, and would wait for them for ever."""
     live, like = torch.zeros(4096, 1024, dtype=torch.uint8), torch.empty(4096, 1024, dtype=torch.bfloat16)
@@ -108,5 +125,7 @@ def test_memory_that_no_kernel_fills_piece_by_piece_is_not_taken():
     assert not SummedPieces.takes(good, Order.AMX, 16)
     assert not SummedPieces.takes(good[:, :16], Order.ROWS, group)
     assert not SummedPieces.takes(good.view(torch.int16), Order.ROWS, group)
+    assert SummedPieces.takes(good.view(torch.bfloat16), Order.ROWS, 1)
+    assert not SummedPieces.takes(good.view(torch.bfloat16), Order.AMX, group)
     assert not SummedPieces.takes(good[:0], Order.ROWS, group)
     assert not SummedPieces.takes(good.to("meta"), Order.ROWS, group)

@@ -4,7 +4,8 @@
     matrix.put(row, rows, ..., values, codes, scales)  rows [row, row + rows), with the addresses of all three now
     matrix = SummedPieces(into, order)                 a matrix whose rows are copied to memory, in an order
     matrix.put(row, rows, address)                     rows [row, row + rows), which lie at this address now
-    matrix.taken()                                     the sums of all rows and then of all columns, after the last
+    matrix.largest()                                   the largest magnitude of all values, after the last
+    matrix.taken()                                     the sums of all rows and then of all columns, likewise
 
 A kernel leaves little else in the caches than what it has read and written, so that each call of Python after it takes
 many times as long as in a loop of its own, and to describe a matrix to a kernel takes dozens. Here all but addresses
@@ -22,7 +23,15 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_fp8.numerics.kernels import GROUP, Order, build
-from nemo_fp8.numerics.kernels.cpu import BYTES_FOR_THREADS, ELEMENTS_FOR_THREADS, CastJob, SumsJob, parallel, sums_job
+from nemo_fp8.numerics.kernels.cpu import (
+    BYTES_FOR_THREADS,
+    ELEMENTS_FOR_THREADS,
+    MAGNITUDES,
+    CastJob,
+    SumsJob,
+    parallel,
+    sums_job,
+)
 from nemo_fp8.numerics.statistics import TOTALS
 
 T = TypeVar("T")
@@ -74,20 +83,23 @@ class CastPieces:
 
 
 class SummedPieces:
-    """Copies rows into a matrix as they come, and sums them up as :func:`nemo_fp8.numerics.kernels.sums` does."""
+    """Copies rows into a matrix as they come, and sums them up as :func:`nemo_fp8.numerics.kernels.sums` does; of
+    values wider than a byte it finds the largest magnitude, too."""
 
     def __init__(self, into: torch.Tensor, order: Order) -> None:
         self._into, self._order = into, order
-        self.size = into.shape[0], into.shape[1]
+        self.size = into.shape[0], into.shape[1] * into.itemsize
         """Its rows, and the bytes of each."""
         self._sums = np.empty(0, np.int64)
+        self._tops = np.empty(0, np.int32)
         self._kept = dict[Piece, SumsJob]()
 
     @staticmethod
     def takes(into: torch.Tensor, order: Order, step: int) -> bool:
         """Return whether there is a kernel that leaves rows in this memory in an order, if every piece begins at a
         multiple of ``step`` rows."""
-        if build.library() is None or not into.is_cpu or into.itemsize > 1 or into.numel() == 0:
+        known = into.itemsize == 1 or (into.dtype in MAGNITUDES and order == Order.ROWS)
+        if build.library() is None or not into.is_cpu or not known or into.numel() == 0:
             return False
         rows, columns = into.shape
         in_groups = not (rows % GROUP or columns % 2) and (step % GROUP == 0 or step >= rows)
@@ -99,9 +111,11 @@ class SummedPieces:
         if row == 0:
             self._sums = np.empty(self.size[0] + -(-self.size[1] // 8), np.int64)
             self._sums[self.size[0] :] = 0
+            self._tops = np.empty(self.size[0] if self._into.itemsize > 1 else 0, np.int32)
         job = SumsJob.from_buffer_copy(_kept(self._kept, (row, rows), lambda: self._made(row, rows)))
         job.x, memory = address, self._sums.ctypes.data
         job.of_rows, job.of_columns = memory + 8 * row, memory + 8 * self.size[0]
+        job.largest = self._tops.ctypes.data + 4 * row if len(self._tops) else None
         job.threads = 1 if rows * self.size[1] <= BYTES_FOR_THREADS else torch.get_num_threads()
         job.parallel = parallel()
         library = build.library()
@@ -109,11 +123,20 @@ class SummedPieces:
         if not library.nemo_fp8_sums(ctypes.byref(job)):
             raise MemoryError("no memory for the sums of a matrix's columns")
 
+    def largest(self) -> float:
+        """Return the largest magnitude of values wider than a byte, NaN if one is, once the last rows were put."""
+        top = self._tops.max(keepdims=True)  # the bits of a NaN are larger than those of any number
+        if self._into.dtype == torch.bfloat16:
+            return float((top << 16).view(np.float32)[0])
+        return float(top.view(np.float16 if self._into.dtype == torch.float16 else np.float32)[0])
+
     def taken(self) -> NDArray[np.int64]:
-        """Return the sums of all rows and then of all columns, once the last rows were put, and keep them no longer."""
-        sums, self._sums = self._sums, np.empty(0, np.int64)
+        """Return the sums of all rows and then of all columns, once the last rows were put, and keep no more of them
+        and of magnitudes."""
+        sums, self._sums, self._tops = self._sums, np.empty(0, np.int64), np.empty(0, np.int32)
         return sums
 
     def _made(self, row: int, rows: int) -> SumsJob:
         into = self._into[row : row + rows]
-        return sums_job(into, into, 0, order=self._order)
+        magnitudes = MAGNITUDES[into.dtype] if into.itemsize > 1 else 0
+        return sums_job(into, into, magnitudes, order=self._order)

@@ -1,10 +1,10 @@
-"""Write a tensor that arrives as codes by jobs that a plan keeps: a trainer cuts it in the same pieces at every push.
+"""Write a tensor that arrives in pieces by jobs that a plan keeps: a trainer cuts it in the same ones at every push.
 
-    kept          where each piece and its scales go, as jobs of a kernel (pieces.py)
-    filled in     their addresses in the sender's memory
+    kept          where each piece goes, as the job of a kernel (pieces.py); of codes that arrive, its scales, too
+    filled in     its address in the sender's memory
     told          when the last row has come, of the sums that the jobs have left
 
-A kernel that arranges codes leaves little else in the caches, so that a call of Python after it takes many times as
+A kernel that copies, or arranges codes, leaves little else in the caches, so that a call of Python after it takes many times as
 long as in a loop of its own, and a piece that finds its way through a sink takes two hundred of them. The trade-off:
 addresses are believed, so this is for a tensor that all goes to one matrix, or to one stack of experts, which lies in
 one piece. Any other takes its sink.
@@ -12,6 +12,7 @@ one piece. Any other takes its sink.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,37 @@ from nemo_fp8.rollout.refit.memory import Opened
 from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.layouts import Facts
 from nemo_fp8.rollout.refit.worker.routes import Target
-from nemo_fp8.rollout.refit.worker.sinks import Sink, name_of
+from nemo_fp8.rollout.refit.worker.sinks import InPlace, Sink, name_of, word
+from nemo_fp8.rollout.refit.worker.whole import place_of, values_of
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.refit.worker.plan import Plan
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The way of one tensor whose values arrive as they are kept."""
+
+    name: str
+    """The name of the tensor's part, which is all of it."""
+    values: SummedPieces
+    live: torch.Tensor
+    """The values as the engine reads them."""
+    unit: int
+    """How many rows of the matrix of values a row of the tensor has."""
+
+    def write(self, row: int, rows: int, values: int) -> None:
+        """Write rows from ``row`` on, which lie at this address."""
+        self.values.put(row * self.unit, rows * self.unit, values)
+
+    def tell(self, facts: Facts) -> None:
+        """Tell a push's facts of the tensor, of which every row has come."""
+        facts.kind = word(self.live.dtype)
+        largest = self.values.largest()
+        facts.see(torch.tensor([largest], dtype=torch.float64))
+        if not math.isfinite(largest):
+            facts.count_nonfinite(self.live)
+        facts.fingerprints[self.name] = digest_of(*self.values.size, self.values.taken())
 
 
 @dataclass(frozen=True)
@@ -73,10 +101,27 @@ class Arrived:
         return -(-rows * self.unit // self.high)
 
 
-def arrivals(plan: Plan, sinks: dict[Target, Sink]) -> dict[int, Arrived]:
-    """Return the ways of a plan's tensors that a trainer may cast and that go to one place, by their numbers. They are
-    right as long as the sinks write where they do now."""
-    found = {}
+def arrivals(plan: Plan, sinks: dict[Target, Sink]) -> dict[int, Arrived | Copied]:
+    """Return the ways of a plan's tensors that go to one place, by their numbers: of those that a trainer may cast, and
+    of those that are copied. They are right as long as the sinks write where they do now."""
+    return _copied(plan, sinks) | _cast(plan, sinks)
+
+
+def _copied(plan: Plan, sinks: dict[Target, Sink]) -> dict[int, Arrived | Copied]:
+    found: dict[int, Arrived | Copied] = {}
+    for i, (route, *others) in plan.routes.by_entry.items():
+        sink, shape = sinks[route.target], plan.manifest[i].shape
+        if others or i in plan.stacks or not isinstance(sink, InPlace) or route.source != tuple((0, n) for n in shape):
+            continue
+        values = values_of(route, plan.manifest)
+        into = None if values is None else place_of(sink, route, values)
+        if into is not None and SummedPieces.takes(into, Order.ROWS, 1):
+            found[i] = Copied(name_of(route), SummedPieces(into, Order.ROWS), into, into.shape[0] // shape[0])
+    return found
+
+
+def _cast(plan: Plan, sinks: dict[Target, Sink]) -> dict[int, Arrived | Copied]:
+    found: dict[int, Arrived | Copied] = {}
     for i, operand in plan.castable(sinks).items():
         route, *others = plan.routes.by_entry[i]
         sink, shape = sinks[route.target], plan.manifest[i].shape

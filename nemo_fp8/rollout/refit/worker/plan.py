@@ -26,7 +26,7 @@ from nemo_fp8.rollout.engine import kv, released
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import SCALES, Entry, Manifest
-from nemo_fp8.rollout.refit.worker.arrived import Arrived, arrivals
+from nemo_fp8.rollout.refit.worker.arrived import Arrived, Copied, arrivals
 from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.keeping import Keeping, castable, kept_by
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
@@ -50,7 +50,7 @@ class Plan:
         self.model, self.manifest = model, manifest
         self._ways: dict[Target, str] = {}
         self._table: Table | None = None
-        self._arrivals: tuple[list[Held], dict[int, Arrived]] | None = None
+        self._arrivals: tuple[list[Held], dict[int, Arrived | Copied]] | None = None
         self._kept: tuple[dict[int, Keeping], list[list[int]]] | None = None
         self._castable: dict[int, Operand | None] | None = None
         self.layers: dict[str, Any] = dict(model.named_modules())
@@ -154,8 +154,8 @@ class Plan:
             self._table = Table(self, sinks)
         return self._table
 
-    def arrivals(self, sinks: dict[Target, Sink]) -> dict[int, Arrived]:
-        """Return the ways of tensors that a trainer has cast, likewise."""
+    def arrivals(self, sinks: dict[Target, Sink]) -> dict[int, Arrived | Copied]:
+        """Return the ways of tensors that come in pieces, likewise."""
         places = places_of(sinks)
         if self._arrivals is None or self._arrivals[0] != places:
             self._arrivals = places, arrivals(self, sinks)

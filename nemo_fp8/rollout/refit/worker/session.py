@@ -34,6 +34,7 @@ from nemo_fp8.rollout.refit.channel import Line
 from nemo_fp8.rollout.refit.manifest import SCALES, Box, Manifest
 from nemo_fp8.rollout.refit.memory import Mappings, Opened
 from nemo_fp8.rollout.refit.patch import blocks_of, grid_of
+from nemo_fp8.rollout.refit.worker.arrived import Arrived, Copied
 from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
 from nemo_fp8.rollout.refit.worker.keeping import plain_castable
@@ -104,7 +105,7 @@ class Session:
         self.table = plan.table(self.sinks) if self.tabled and not verify else None
         """How tensors are written that come whole; None where they take their sinks."""
         self.arrivals = plan.arrivals(self.sinks) if self.tabled and not verify else {}
-        """How large tensors are written that the trainer has cast; those that are not here take their sinks."""
+        """How tensors are written that come in pieces; those that are not here take their sinks."""
         self.sealing = False
         """Whether a push of changes may follow, which has to find out what others wrote in between."""
 
@@ -133,6 +134,9 @@ class Session:
                 elif self.table is not None and i in self.table.entries and rows == entry.rows:
                     whole.append((i, memory.address(offset, entry.bytes, entry.torch_dtype.itemsize)))
                     self.rows[i] += rows
+                elif isinstance(copied := self.arrivals.get(i), Copied):
+                    at = memory.address(offset, rows * entry.row_bytes, entry.torch_dtype.itemsize)
+                    self._write_arrived(copied, i, row, rows, at)
                 else:
                     tensor = memory.read(offset, entry.torch_dtype, (rows, *entry.shape[1:]) if entry.shape else ())
                     self._bring(i, row, tensor, stays)
@@ -166,13 +170,8 @@ class Session:
     def _write_codes(self, memory: Opened, i: int, row: int, rows: int, offset: int, scales_at: int) -> None:
         """Write rows [row, row+n) of tensor ``i``, as the sender has cast them, to every local parameter that holds a
         part of them."""
-        if (arrived := self.arrivals.get(i)) is not None:
-            places = arrived.places(memory, rows, offset, scales_at)
-            self.written = True
-            self.rows[i] += rows
-            arrived.write(row, rows, *places)
-            if self.rows[i] == self.plan.manifest[i].rows:
-                arrived.tell(self.tally.facts[i])
+        if isinstance(arrived := self.arrivals.get(i), Arrived):
+            self._write_arrived(arrived, i, row, rows, *arrived.places(memory, rows, offset, scales_at))
             return
         operand, shape = self.castable.get(i), (rows, *self.plan.manifest[i].shape[1:])
         if operand is None or operand.block is None:  # no part of it is here
@@ -191,6 +190,14 @@ class Session:
             if first < last:
                 box = ((first - row, last - row), *rest)
                 sink.write_cast(route, first - start, inside(codes, box), inside(scales, blocks_of(box, operand.block)))
+
+    def _write_arrived(self, way: Arrived | Copied, i: int, row: int, rows: int, *places: int) -> None:
+        """Write rows [row, row+n) of tensor ``i``, which lie at these addresses, by the way that the plan keeps."""
+        self.written = True
+        self.rows[i] += rows
+        way.write(row, rows, *places)
+        if self.rows[i] == self.plan.manifest[i].rows:
+            way.tell(self.tally.facts[i])
 
     def _bring(self, i: int, row: int, tensor: torch.Tensor, stays: bool) -> None:
         """Bring rows to where the parameters lie, and write them: some at a time, since a device may have little room

@@ -75,10 +75,10 @@ class Table:
         copies, casts, scales, dtypes = list[SumsJob](), list[CastJob](), list[SumsJob](), list[torch.dtype]()
         for i, (route, *others) in plan.routes.by_entry.items() if build.library() is not None else ():
             sink, experts = sinks[route.target], plan.stacks.get(i, 1)
-            if others or not _held(sink) or (x := _part(route, plan.manifest)) is None:
+            if others or not _held(sink) or (x := values_of(route, plan.manifest)) is None:
                 continue
             start, name = int(x.storage_offset()) * x.itemsize, name_of(route)
-            if isinstance(sink, InPlace) and experts == 1 and (into := _place(sink, route, x)) is not None:
+            if isinstance(sink, InPlace) and experts == 1 and (into := place_of(sink, route, x)) is not None:
                 self._copied[i] = Way(len(copies), start, name, _size(into), inside(sink.live, route.to))
                 copies.append(sums_job(x, into, MAGNITUDES[x.dtype]))
                 dtypes.append(x.dtype)
@@ -145,7 +145,7 @@ def _size(matrix: torch.Tensor) -> tuple[int, int]:
     return matrix.shape[0], matrix.shape[1] * matrix.itemsize
 
 
-def _part(route: Route, manifest: Manifest) -> torch.Tensor | None:
+def values_of(route: Route, manifest: Manifest) -> torch.Tensor | None:
     """Return the part of a tensor that a route takes, as a matrix without memory; None if it has no rows."""
     entry = manifest[route.entry]
     if not route.source or route.made is not None or entry.is_codes or entry.torch_dtype not in MAGNITUDES:
@@ -156,7 +156,7 @@ def _part(route: Route, manifest: Manifest) -> torch.Tensor | None:
     return as_matrix(part)
 
 
-def _place(sink: InPlace, route: Route, x: torch.Tensor) -> torch.Tensor | None:
+def place_of(sink: InPlace, route: Route, x: torch.Tensor) -> torch.Tensor | None:
     """Return the memory that a part is copied to, as a matrix; None if it is none, or of another type."""
     place = inside(sink.live, route.to)
     if place.dtype != x.dtype:
