@@ -32,7 +32,11 @@ def copied(monkeypatch):
 
 
 def with_bad_values(tensors):
-    tensors[EMBEDDING][-1, 3], tensors[O_PROJ][130, 5], tensors[O_PROJ][2, 2] = float("inf"), float("nan"), float("-inf")
+    tensors[EMBEDDING][-1, 3], tensors[O_PROJ][130, 5], tensors[O_PROJ][2, 2] = (
+        float("inf"),
+        float("nan"),
+        float("-inf"),
+    )
     return tensors
 
 

@@ -4,10 +4,10 @@
     filled in     its address in the sender's memory
     told          when the last row has come, of the sums that the jobs have left
 
-A kernel that copies, or arranges codes, leaves little else in the caches, so that a call of Python after it takes many times as
-long as in a loop of its own, and a piece that finds its way through a sink takes two hundred of them. The trade-off:
-addresses are believed, so this is for a tensor that all goes to one matrix, or to one stack of experts, which lies in
-one piece. Any other takes its sink.
+A kernel that copies, or arranges codes, leaves little else in the caches, so that a call of Python after it takes many
+times as long as in a loop of its own, and a piece that finds its way through a sink takes two hundred of them. The
+trade-off: addresses are believed, so this is for a tensor that all goes to one matrix, or to one stack of experts,
+which lies in one piece. Any other takes its sink.
 """
 
 from __future__ import annotations

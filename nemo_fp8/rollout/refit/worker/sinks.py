@@ -8,8 +8,9 @@
 
 ``blocks`` and ``in place`` need no memory beside the model and keep every address, so CUDA graphs and tied weights stay
 valid. ``staged`` holds one layer beside the model. A kernel needs it that packs a whole weight in a layout of its own,
-as oneDNN does with BF16 on a CPU. Small tensors take the first and the fourth way by a table there, all that a message
-has in one call (whole.py), and codes that a trainer has cast take the first by jobs that a plan keeps (arrived.py).
+as oneDNN does with BF16 on a CPU. There the first and the fourth way have short cuts that a plan keeps: all tensors
+that a message has whole are written by one call (whole.py), and pieces of values that are copied, or of codes that a
+trainer has cast, by jobs that are kept for them (arrived.py).
 """
 
 from __future__ import annotations
