@@ -32,11 +32,8 @@ def copied(monkeypatch):
 
 
 def with_bad_values(tensors):
-    tensors[EMBEDDING][-1, 3], tensors[O_PROJ][130, 5], tensors[O_PROJ][2, 2] = (
-        float("inf"),
-        float("nan"),
-        float("-inf"),
-    )
+    for name, place, bad in ((EMBEDDING, (-1, 3), "inf"), (O_PROJ, (130, 5), "nan"), (O_PROJ, (2, 2), "-inf")):
+        tensors[name][place] = float(bad)
     return tensors
 
 
