@@ -27,8 +27,9 @@ import secrets
 import threading
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -213,7 +214,8 @@ class Mappings:
     """The memory of senders that a worker has opened, by handle: mapped for as long as its sender holds it."""
 
     def __init__(self) -> None:
-        self._opened: dict[str, Opened] = {}
+        self._opened: OrderedDict[str, Opened] = OrderedDict()
+        """What was used last is last."""
 
     def opened(self, handle: Any) -> Opened:
         """Return the memory behind a handle that came from outside. Raises PrecisionError as :class:`Opened` does."""
@@ -222,10 +224,12 @@ class Mappings:
         if memory is None:
             memory = Opened(handle)
             while len(self._opened) >= MOST_MAPPED:
-                del self._opened[next(iter(self._opened))]
+                self._opened.popitem(last=False)
             self._opened[key] = memory
             about = (weakref.ref(self), key, os.dup(memory.fd))
             threading.Thread(target=_forget_in_the_end, args=about, daemon=True, name=NAME).start()
+        with suppress(KeyError):  # its sender has just let go of it
+            self._opened.move_to_end(key)
         return memory
 
     def __len__(self) -> int:
