@@ -143,6 +143,20 @@ def test_a_worker_of_several_writes_its_part(layout):
         assert [*tally.facts[i].fingerprints.values()] == [expected]
 
 
+@pytest.mark.parametrize("mine", [(0, 4), (2, 4)], ids=["all experts", "some experts"])
+def test_a_worker_of_some_experts_takes_their_sink(mine):
+    """Numbers are told of every expert of a stack, and a sink knows which ones came."""
+    stack = {"experts": torch.randn(4, 128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    source, shape = (mine, (0, 128), (0, 256)), (mine[1] - mine[0], 128, 256)
+    target, tally = Target("experts", "w2_weight", shape, torch.bfloat16), Tally()
+    route = Route(0, (4, 128, 256), source, (shape, (128 * 256, 256, 1), 0), target, tuple((0, n) for n in shape))
+    codes, scales = torch.empty(shape, dtype=torch.float8_e4m3fn), torch.empty(shape[0], 1, 2)
+    sinks = {target: Blocks(tally, codes, scales, ROWS, BLOCK, [route], False)}
+    routes, manifest = SimpleNamespace(by_entry={0: [route]}), Manifest.of(stack)
+    table = Table(SimpleNamespace(routes=routes, manifest=manifest, stacks={0: 4}), sinks)
+    assert table.entries == ({0} if shape[0] == 4 else set())
+
+
 def test_vectors_of_many_elements_are_fingerprinted_as_anywhere():
     long = {"norm": torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()}
     target, tally, live = Target("norm", "weight", (5000,), torch.bfloat16), Tally(), torch.zeros(5000).bfloat16()

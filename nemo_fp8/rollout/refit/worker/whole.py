@@ -31,7 +31,7 @@ from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.layouts import COUNTED, LARGEST, Facts, Tally
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
-from nemo_fp8.rollout.refit.worker.sinks import InPlace, Sink, inside, name_of, viewed, word
+from nemo_fp8.rollout.refit.worker.sinks import InPlace, Sink, inside, name_of, rows_of, viewed, word
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.refit.worker.plan import Plan
@@ -77,6 +77,8 @@ class Table:
             sink, experts = sinks[route.target], plan.stacks.get(i, 1)
             if others or not _held(sink) or (x := values_of(route, plan.manifest)) is None:
                 continue
+            if 1 < experts != rows_of(route):
+                continue  # facts of some experts alone are a sink's to tell
             start, name = int(x.storage_offset()) * x.itemsize, name_of(route)
             if isinstance(sink, InPlace) and experts == 1 and (into := place_of(sink, route, x)) is not None:
                 self._copied[i] = Way(len(copies), start, name, _size(into), inside(sink.live, route.to))
