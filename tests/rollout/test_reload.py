@@ -142,11 +142,12 @@ def test_what_onednn_packs_lies_by_columns(checkpoint, here, monkeypatch):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="Another C library decides by itself what it keeps.")
 def test_a_weight_is_packed_where_the_old_copy_was(here):
-    """And not in fresh pages. Each page that is touched for the first time is a fault, which Linux counts."""
+    """And not in fresh pages: a push touches fewer than half as many for the first time as the largest weight has, and
+    each is a fault, which Linux counts. (glibc by itself has 12,000 of them, and seldom as few.)"""
     if not here.packs_bf16:
         pytest.skip("A CPU without AVX-512 multiplies by the weight itself.")
     fresh, kept = kept_memory.faults()
-    assert kept < fresh - 0.5 * kept_memory.LARGEST / resource.getpagesize(), (fresh, kept)
+    assert kept < 0.5 * kept_memory.LARGEST / resource.getpagesize(), (fresh, kept)
 
 
 def test_what_waits_beside_the_model_is_counted(checkpoint, qwen3):
