@@ -9,7 +9,7 @@ import torch
 from support.kernel_cases import build_for, same, values
 
 from nemo_fp8.numerics import kernels
-from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels import Order, build
 from nemo_fp8.numerics.kernels.cpu import MAGNITUDES, cast_job, sums_job
 from nemo_fp8.numerics.kernels.several import Casts, Sums
 
@@ -45,6 +45,33 @@ def test_casts_are_those_of_a_call_for_each(isa, kind, monkeypatch):
             assert casts.sums(n).tolist() == [*alone.of_rows.tolist(), *alone.of_columns.tolist()]
             np.testing.assert_array_equal(casts.totals(n), alone.totals.numpy())
     assert not any(memory[:, columns:].float().any() for memory, (_, columns) in zip(wide, SHAPES, strict=True))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_casts_arranged_for_amx_are_those_of_a_call_for_each(isa, monkeypatch):
+    """Large ones, between which no thread waits for another, and a small one."""
+    build_for(isa, monkeypatch)
+    shapes, tile = [(2048, 1536), (256, 512), (1280, 2048)], (128, 128)
+    x = [values(shape, torch.bfloat16, n, "gaussian") for n, shape in enumerate(shapes)]
+    codes, scales = [torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in shapes], [grid_of(s) for s in shapes]
+    jobs = [
+        cast_job(one.to("meta"), tile, "e4m3", "fp32", s, c, Order.AMX)
+        for one, s, c in zip(x, scales, codes, strict=True)
+    ]
+    casts = Casts(jobs, [1, 1, 2])
+    for _ in range(2):
+        casts.run(range(3), [one.data_ptr() for one in x])
+        for n, shape in enumerate(shapes):
+            out = torch.empty(shape, dtype=torch.float8_e4m3fn), grid_of(shape)
+            alone = kernels.quantize_summed(x[n], tile, "e4m3", "fp32", out, [1, 1, 2][n], Order.AMX)
+            same(codes[n], out[0])
+            same(scales[n], out[1])
+            assert casts.sums(n).tolist() == [*alone.of_rows.tolist(), *alone.of_columns.tolist()]
+            np.testing.assert_array_equal(casts.totals(n), alone.totals.numpy())
+
+
+def grid_of(shape):
+    return torch.empty([n // 128 for n in shape])
 
 
 @pytest.mark.parametrize("isa", ISAS)
