@@ -9,9 +9,10 @@ except where the values of the next push will lie:
     filled in     the address of its values
     told          then, the facts that a sink would tell, made of what the kernel summed up
 
-The table has tensors that a sink would copy or quantize by one call on a CPU. What comes in several pieces takes its
-sink, and so does all of a push that compares its casts with the reference. The trade-off: the sums of all tensors of a
-table have memory of their own, of which a tensor that never comes whole touches none.
+The table has tensors that a sink would copy or quantize by one call on a CPU. What comes in several pieces goes another
+way (arrived.py, or its sink), and all of a push that compares its casts with the reference takes its sinks. The
+trade-off: the sums of all tensors of a table have memory of their own, of which one that never comes whole touches
+none.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Table:
             sink, experts = sinks[route.target], plan.stacks.get(i, 1)
             if others or not _held(sink) or (x := values_of(route, plan.manifest)) is None:
                 continue
-            if 1 < experts != rows_of(route):
+            if experts > 1 and rows_of(route) < experts:
                 continue  # facts of some experts alone are a sink's to tell
             start, name = int(x.storage_offset()) * x.itemsize, name_of(route)
             if isinstance(sink, InPlace) and experts == 1 and (into := place_of(sink, route, x)) is not None:
