@@ -17,9 +17,9 @@ from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout import Refit, engine_args
 from nemo_fp8.rollout.engine.kv import scales_of, set_scales
 from nemo_fp8.rollout.refit import wire
-from nemo_fp8.rollout.refit.ledger import Plane
 from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.planes import Cast, changes
 from nemo_fp8.rollout.refit.wire import Body, SharedMemory
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 
@@ -90,6 +90,7 @@ def test_changes_are_the_same_without_a_compiler(checkpoint, monkeypatch, kind):
             for name, has in (("find", find), ("add", add)):
                 if not has:
                     patched.setattr(f"nemo_fp8.numerics.kernels.patches.{name}", lambda *_, **__: None)
+                    patched.setattr(Cast, "job", lambda *_: None)  # no kernel, and so no job for one
             worker = Worker(build(checkpoint(kind, 0)))
             refit = Refit(worker)
             refit.push(tensors, delta=True).require()
@@ -111,7 +112,7 @@ def test_nothing_changed_is_nothing_sent(checkpoint):
 def test_changes_are_looked_for_while_the_engine_answers(checkpoint, pushed, monkeypatch, once):
     """But not in an iterator, of which everything would have to be pushed if the engine refuses."""
     worker, refit, tensors = pushed
-    looked, call, find = threading.Event(), worker.call, Plane.change
+    looked, call = threading.Event(), worker.call
     seen = []
 
     def slowly(method, message):
@@ -121,10 +122,10 @@ def test_changes_are_looked_for_while_the_engine_answers(checkpoint, pushed, mon
 
     def looking(*arguments):
         looked.set()
-        return find(*arguments)
+        return changes(*arguments)
 
     monkeypatch.setattr(worker, "call", slowly)
-    monkeypatch.setattr(Plane, "change", looking)
+    monkeypatch.setattr("nemo_fp8.rollout.refit.ledger.changes", looking)
     for base in (refit.ledger.version, "another"):
         looked.clear()
         refit.ledger.version = base
@@ -230,6 +231,35 @@ def test_an_iterator_brings_changes_too(checkpoint):
     tensors = stepped(tensors)
     assert refit.push(iter(tensors.items()), delta=True).delta.instead == ""
     assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
+
+
+def test_an_iterator_may_use_its_memory_again(checkpoint, monkeypatch):
+    """As one that gathers the shards of each tensor where it has gathered the last one. Tensors of a mapping stay, and
+    several are looked at together."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit, room, looks = Refit(worker), torch.empty(max(t.nbytes for t in tensors.values()), dtype=torch.uint8), []
+
+    def gathered(tensors):
+        for name, tensor in tensors.items():
+            here = room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            yield name, here.copy_(tensor)
+            here.fill_(7)
+
+    def looking(some, out):
+        looks[-1].append(len(some))
+        return changes(some, out)
+
+    refit.push(tensors, delta=True)
+    monkeypatch.setattr("nemo_fp8.rollout.refit.ledger.changes", looking)
+    for once in (True, False):
+        looks.append([])
+        tensors = stepped(tensors, 1 + once)
+        receipt = refit.push(gathered(tensors) if once else tensors, delta=True).require()
+        assert receipt.delta.instead == ""
+        assert receipt.delta.changed > 0
+        assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
+    assert max(looks[0]) == 1  # no tensor here is more than a strip
+    assert max(looks[1]) > 2
 
 
 def test_codes_of_the_trainer_are_patched_as_they_are(checkpoint):

@@ -18,14 +18,16 @@ from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import fingerprint
 from nemo_fp8.rollout.refit.channel import LARGEST
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums, together
-from nemo_fp8.rollout.refit.ledger import FIRST, Cast, Ledger, Patchable, Plane, Room
+from nemo_fp8.rollout.refit.ledger import FIRST, Ledger, Patchable
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
 from nemo_fp8.rollout.refit.patch import LONGEST, PATTERNS, SCALES, VALUES, decode, encode, size_of
+from nemo_fp8.rollout.refit.planes import Cast, Look, Plane, Room
+from nemo_fp8.rollout.refit.planes import changes as changes_of
 from nemo_fp8.rollout.refit.wire import AT_ONCE, cut
 from nemo_fp8.rollout.refit.worker.blocks import Blocks
 from nemo_fp8.rollout.refit.worker.layouts import AMX, ROWS, Tally
-from nemo_fp8.rollout.refit.worker.patches import moved, place_of
+from nemo_fp8.rollout.refit.worker.patches import Passing, moved, place_of
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 
 
@@ -84,7 +86,8 @@ def test_no_bytes_are_believed(strip, data):
     raw = np.frombuffer(data.draw(st.binary(min_size=(n := size_of(strip, steps, others, 1)), max_size=n)), np.uint8)
     live = torch.zeros(strip, dtype=torch.uint8)
     place = place_of((strip,), ((0, strip),), ((0, strip),), live)
-    (added,) = kernel.add([kernel.Addition(raw, strip, steps, others, 1, 0, (strip, 1), [place])])
+    to = kernel.Matrices((strip, 1), 1, [place])
+    (added,) = kernel.add([kernel.Addition(raw.ctypes.data, strip, steps, others, 0, to)])
     try:
         lists = decode(raw, strip, steps, others, 1)
     except PrecisionError:
@@ -111,6 +114,14 @@ PARTS = {
 }
 
 
+def _changes(plane, row, rows, patch_rows):
+    """What one look at some rows, which may be a cast, says of their plane."""
+    new = rows if isinstance(rows, torch.Tensor) else rows.job(patch_rows) or rows.made()
+    look = Look(plane, row, new, patch_rows)
+    (found,) = changes_of([look], Room().bytes(look.bytes))
+    return found
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "parts"),
     [
@@ -126,7 +137,7 @@ PARTS = {
 def test_fingerprints_are_carried_through_changes(dtype, shape, parts):
     """Through fifty changes of rows, the sums are those of the bits that are there then."""
     draws = torch.Generator().manual_seed(0)
-    plane, room = Plane(shape, dtype, parts), Room()
+    plane = Plane(shape, dtype, parts)
 
     def some(rows):
         return torch.randint(0, 100, (rows, plane.columns * dtype.itemsize), generator=draws, dtype=torch.uint8).view(
@@ -142,12 +153,12 @@ def test_fingerprints_are_carried_through_changes(dtype, shape, parts):
         old = new.clone()
         new.view(torch.uint8)[0, int(torch.randint(0, new.view(torch.uint8).shape[1], (1,), generator=draws))] ^= 3
         patterns = old.view(torch.uint8).view(-1).numpy().view(plane.pattern).copy()
-        for first, rows, steps, others, raw in plane.change(row, new, 2, room):
+        for first, rows, steps, others, raw in _changes(plane, row, new, 2):
             strip = patterns[(first - row) * plane.columns :][: rows * plane.columns]
             for positions, differences in decode(raw, rows * plane.columns, steps, others, dtype.itemsize):
                 strip[positions] += differences
         assert np.array_equal(patterns, new.view(torch.uint8).view(-1).numpy().view(plane.pattern))
-        assert not [*plane.change(row, new, 2, room)]
+        assert not _changes(plane, row, new, 2)
         for part, box in parts.items():
             assert plane.digest(part) == fingerprint(plane.values[tuple(slice(*one) for one in box)]), part
 
@@ -193,13 +204,13 @@ def test_codes_are_compared_as_they_are_made(block, monkeypatch):
     for plane in planes:
         plane.put(0, coded[0].data)
         assert plane.digest("all")
-    monkeypatch.setattr("nemo_fp8.rollout.refit.ledger.quantize_into", None)  # the kernel casts
+    monkeypatch.setattr("nemo_fp8.rollout.refit.planes.quantize_into", None)  # the kernel casts
     found = []
     for plane, rows in zip(planes[:2], (None, 256), strict=True):
         scales = torch.empty_like(coded[1].scale_inv)
         cast = Cast(after, operand, scales, Room())
         new = coded[1].data if rows is None else cast
-        found.append([(*row, raw.tobytes()) for *row, raw in plane.change(0, new, 256, Room())])
+        found.append([(*row, raw.tobytes()) for *row, raw in _changes(plane, 0, new, 256)])
         assert rows is None or torch.equal(scales.view(torch.uint8), coded[1].scale_inv.view(torch.uint8))
     assert found[0] == found[1] != []
     assert planes[0].digest("all") == planes[1].digest("all") != planes[2].digest("all")
@@ -207,7 +218,7 @@ def test_codes_are_compared_as_they_are_made(block, monkeypatch):
     if block[0] > 1:
         assert cast.job(100) is None
         monkeypatch.undo()
-        assert [*planes[2].change(0, cast, 100, Room())]
+        assert _changes(planes[2], 0, cast, 100)
         assert planes[2].digest("all") == planes[1].digest("all")
 
 
@@ -247,7 +258,7 @@ def _finds_the_same(without_compiler, shape, width, share, parts):
 
     def found(plane):
         new = second.view(plane.values.dtype).view(plane.matrix.shape)
-        return [(*row, raw.tobytes()) for *row, raw in plane.change(0, new, 16, Room())]
+        return [(*row, raw.tobytes()) for *row, raw in _changes(plane, 0, new, 16)]
 
     by_kernel, by_numpy = found(planes[0]), without_compiler(found, planes[1])
     assert by_kernel == by_numpy
@@ -270,7 +281,7 @@ def test_sums_that_wrap_are_no_overflow(monkeypatch, capfd):
     plane = Plane((64, 64), torch.bfloat16, {"all": ((0, 64), (0, 64))})
     for value in (-1.0, 1e30, -1e30, 2.0, -2.0):  # their upper bits make 64-bit words of both ends of the range
         new = torch.full((64, 64), value).bfloat16()
-        plane.put(0, new) if value == -1.0 else [*plane.change(0, new, 16, Room())]
+        plane.put(0, new) if value == -1.0 else _changes(plane, 0, new, 16)
         assert plane.digest("all") == fingerprint(new)
     assert "runtime error" not in capfd.readouterr().err
 
@@ -280,7 +291,8 @@ def _added(shape, source, to, live, patch, back):
     (strip, steps, others, raw), width = patch, live.itemsize
     place = place_of(shape, source, to, live)
     matrix = (shape[-2] if len(shape) > 1 else strip, shape[-1] if len(shape) > 1 else 1)
-    (done,) = kernel.add([kernel.Addition(raw, strip, steps, others, width, 0, matrix, [place])], back)
+    to = kernel.Matrices(matrix, width, [place])
+    (done,) = kernel.add([kernel.Addition(raw.ctypes.data, strip, steps, others, 0, to)], back)
     return done, live.clone()
 
 
@@ -334,10 +346,11 @@ def test_the_kernel_adds_to_codes_for_amx(shape, source, to, there):
         AMX.store(live[m], 0, codes)
     place = place_of(shape, source, to, live, Order.AMX)
     for back, memory, at in ((False, plain, place_of(shape, source, to, plain)), (False, live, place)):
-        assert kernel.add([kernel.Addition(raw, strip, steps, others, 1, 0, shape[-2:], [at])], back) == [True]
+        there = kernel.Matrices(shape[-2:], 1, [at])
+        assert kernel.add([kernel.Addition(raw.ctypes.data, strip, steps, others, 0, there)], back) == [True]
         assert memory is plain or torch.equal(torch.stack([AMX.load(m, 0, len(m)) for m in live]), plain)
     assert not torch.equal(plain, before)
-    kernel.add([kernel.Addition(raw, strip, steps, others, 1, 0, shape[-2:], [place])], True)
+    kernel.add([kernel.Addition(raw.ctypes.data, strip, steps, others, 0, there)], back=True)
     assert torch.equal(torch.stack([AMX.load(m, 0, len(m)) for m in live]), before)
 
 
@@ -373,19 +386,19 @@ def test_patches_are_added_together_and_their_rows_summed_up(isa, layout, box, m
         plain[slice(*to[1]), slice(*columns)] = live[slice(*rows), slice(*columns)]
         AMX.store(wide[0], 0, plain)
     place = place_of(shape, box, to, wide, layout.order)
-    additions, bad, sums = [], 2, []
+    of_rows = torch.full((rows[1] - rows[0],), -1)
+    of_columns = torch.zeros((columns[1] - columns[0]) // 8, dtype=torch.int64)
+    there = kernel.Matrices(shape, 1, [place], {0: (of_rows, of_columns)})
+    additions, bad, raws = [], 2, []
     for n in range(4):
         positions = np.flatnonzero(draws.random(each * 256) < 0.1)
         by = np.where(draws.random(len(positions)) < 0.7, 1, 5).astype(np.uint8)
         steps, others, raw = encode(each * 256, positions, by)
         if n == bad:
             raw[-len(raw) // 2 :] = 0xFF
-        mine = min(rows[1], (n + 1) * each) - max(rows[0], n * each)
-        words = (columns[1] - columns[0]) // 8
-        sums.append(tuple(torch.empty(size, dtype=torch.int64) for size in (max(mine, 0), words)))
-        room = {0: sums[-1]} if mine > 0 else {}
-        additions.append(kernel.Addition(raw, each * 256, steps, others, 1, n * each * 256, shape, [place], room))
-    done = kernel.add(additions)
+        raws.append(raw)
+        additions.append(kernel.Addition(raw.ctypes.data, each * 256, steps, others, n * each * 256, there))
+    done = kernel.add(additions, summed=True)
     assert done == [n != bad for n in range(4)]
     part = live[slice(*rows), slice(*columns)]
     if layout is AMX:
@@ -394,13 +407,16 @@ def test_patches_are_added_together_and_their_rows_summed_up(isa, layout, box, m
         now[slice(*to[1]), slice(*columns)] = 7
         assert (now == 7).all()  # nothing outside of the box
     assert torch.equal(live[bad * each : (bad + 1) * each], before[bad * each : (bad + 1) * each])
-    for n in {*range(4)} - {bad}:
-        here = live[max(rows[0], n * each) : min(rows[1], (n + 1) * each), slice(*columns)]
-        if len(here):
-            assert all(torch.equal(a, b) for a, b in zip(sums[n], _sums(here)[:2], strict=True))
+    expected = _sums(torch.cat([part[: bad * each - rows[0]], part[(bad + 1) * each - rows[0] :]]))[:2]
+    patched = torch.cat([of_rows[: bad * each - rows[0]], of_rows[(bad + 1) * each - rows[0] :]])
+    assert all(torch.equal(a, b) for a, b in zip((patched, of_columns), expected, strict=True))
+    assert bool((of_rows[bad * each - rows[0] : (bad + 1) * each - rows[0]] == -1).all())
     assert not torch.equal(part, before[slice(*rows), slice(*columns)])
-    live[slice(*rows), slice(*columns)] = before[slice(*rows), slice(*columns)]
+    kernel.add([one for n, one in enumerate(additions) if n != bad], back=True)
+    if layout is AMX:
+        part.copy_(AMX.load(wide[0], 0, 2112)[slice(*to[1]), slice(*columns)])
     assert torch.equal(live, before)  # nothing outside of the box
+    assert torch.equal(of_columns, expected[1])  # nobody has asked for sums again
 
 
 def test_a_route_that_turns_a_tensor_over_has_no_place():
@@ -416,17 +432,17 @@ def test_what_is_told_of_values_is_there():
     assert (plane.largest(), plane.nonfinite()) == (0.0, 0)
     some = zeros.clone()
     some[3, 4], some[5, 6] = -7.0, float("nan")
-    [*plane.change(0, some, 100, Room())]
+    _changes(plane, 0, some, 100)
     assert not np.isfinite(plane.largest())
     assert plane.nonfinite() == 1
     some[5, 6] = 1.0
-    [*plane.change(0, some, 100, Room())]
+    _changes(plane, 0, some, 100)
     assert (plane.largest(), plane.nonfinite()) == (7.0, 0)
     some[3, 4] = 2.0
-    [*plane.change(0, some, 100, Room())]
+    _changes(plane, 0, some, 100)
     assert plane.largest() >= 2.0
     plane.changed = 0
-    [*plane.change(0, torch.full_like(zeros, 0.5), 100, Room())]
+    _changes(plane, 0, torch.full_like(zeros, 0.5), 100)
     assert plane.largest() == 0.5
 
 
@@ -455,8 +471,8 @@ def test_a_ledger_quantizes_as_the_reference_does(operand, shape):
     draws = torch.Generator().manual_seed(0)
     tensor = torch.randn(shape, generator=draws).bfloat16()
     kept = Patchable(Entry("w", "bfloat16", shape), operand, [",".join(f"0:{n}" for n in shape)])
-    for what, row, new in kept.strips(tensor, True, Room()):
-        kept.planes[what].put(row, new)
+    for strip in kept.strips(tensor, True, Room()):
+        kept.put(strip)
     assert kept.as_reference
     stack = [quantize(matrix, operand) for matrix in tensor.reshape(-1, *shape[-2:])]
     codes, scales = (
@@ -510,6 +526,73 @@ def test_a_part_that_is_read_as_patches_pass_it_has_the_fingerprint_of_one_that_
     live.view(torch.uint8)[130, 3] ^= 1
     sink.read_rows(route, 0, 128, print_)
     assert sink.read(route, print_, 128) != at_once
+
+
+@pytest.mark.parametrize(
+    "patched",
+    [
+        [],
+        [(0, 256, True), (256, 256, True)],
+        [(0, 512, True)],
+        [(0, 64, True), (160, 32, True), (200, 100, True)],  # and what lies between them is read
+        [(128, 32, True), (160, 32, False), (192, 32, True), (320, 192, False)],
+        [(256, 64, False), (384, 128, True)],
+    ],
+    ids=str,
+)
+def test_a_part_that_patches_pass_takes_sums_where_there_are_some(patched):
+    """Rows 128:384 of a tensor; of each patch its first row, how many it has, and whether a kernel has summed them."""
+    target, to = Target("layer", "weight", (256, 256), torch.bfloat16), ((0, 256), (0, 256))
+    route = Route(0, (512, 256), ((128, 384), (0, 256)), ((256, 256), (256, 1), 128 * 256), target, to)
+    live = (torch.arange(256 * 256) * 31 % 251).to(torch.uint8).view(256, 256).view(torch.float8_e4m3fn)
+    sink = Blocks(Tally(), live, torch.ones(2, 2), ROWS, Operand("e4m3", (128, 128), "fp32"), [route], False)
+    one, at_once, read, known = Passing(route, sink, (128, 384)), sink.read(route), set(), set()
+    sink.read_rows = lambda *about: (read.update(range(*about[1:3])), Blocks.read_rows(sink, *about))
+    for row, rows, summed in patched:
+        first, last = max(row, 128) - 128, min(row + rows, 384) - 128
+        if summed and first < last:
+            of_rows, of_columns, _ = _sums(live[first:last])
+            one.sums[0][first:last] = of_rows
+            one.sums[1].add_(of_columns)
+            known.update(range(first, last))
+        one.note(row, rows, summed)
+    assert one.read() == at_once
+    assert not read & known
+    again = Passing(route, sink, (128, 384))
+    again.sums[0][:256] = _sums(live)[0] + 1
+    again.note(128, 256, True)
+    assert again.read() != at_once  # sums of other bits are seen
+
+
+def test_planes_are_looked_at_together():
+    """Rows of several, of all widths, with parts, and two looks at one: as by one look after the other."""
+    draws, first, second = torch.Generator().manual_seed(0), [], []
+    shapes = [((300, 256), 1), ((64, 128), 2), ((7, 3), 4), ((2048, 512), 1), ((1,), 2)]
+    planes = [
+        [Plane(shape, OF_WIDTH[width], {"all": tuple((0, n) for n in shape)}) for shape, width in shapes]
+        for _ in range(2)
+    ]
+    for one, other in zip(*planes, strict=True):
+        bits = torch.randint(0, 250, (one.rows, one.columns * one.values.itemsize), generator=draws, dtype=torch.uint8)
+        for plane in (one, other):
+            plane.put(0, bits.view(plane.values.dtype))
+            plane.digest("all")
+        bits += (torch.rand(bits.shape, generator=draws) < 0.02).to(torch.uint8)
+        cut, new = one.rows // 3, bits.view(one.values.dtype)
+        for row, rows in ((0, cut), (cut, one.rows - cut)):
+            if rows:
+                first.append(Look(one, row, new[row : row + rows], 50))
+                second.append((other, row, new[row : row + rows], 50))
+    together = changes_of(first, Room().bytes(sum(look.bytes for look in first)))
+    alone = [_changes(*about) for about in second]
+    assert [[(*row, raw.tobytes()) for *row, raw in some] for some in together] == [
+        [(*row, raw.tobytes()) for *row, raw in some] for some in alone
+    ]
+    assert any(together)
+    for one, other in zip(*planes, strict=True):
+        assert one.digest("all") == other.digest("all") == fingerprint(one.values)
+        assert one.changed == other.changed
+    assert changes_of([], Room().bytes(0)) == []
 
 
 def test_a_position_follows_its_route():

@@ -32,6 +32,7 @@ enum type { BF16, FP16, FP32, PAIR /* BF16, two at a time */ };
 INLINE uint32_t bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 INLINE float value(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t bytes_of(int type) { return type == FP32 ? 4 : 2; }
 
 /* The hardware's own prefetching is too slow for a loop that computes. Prefetching past the end is harmless. */

@@ -6,8 +6,9 @@
        add     a patch is read, and refused if it is none, before its first difference is added; if wanted, its rows are summed up for
                a fingerprint, as they lie in memory then: a few at a time, as soon as these are patched, while a cache has them
 
-   Threads take whole patches, so nobody waits for the lists of another. Each has sums of its own for the columns and adds them to the
-   others' in the end: few words change, and two threads that write to one line of the cache wait for it each time. */
+   Threads take whole patches, of one tensor after the other, so nobody waits for the lists of another, nor for a tensor's last patch. Each
+   has sums of its own for the columns of a tensor and adds them to the others' when it goes on to the next: few words change, and two
+   threads that write to one line of the cache wait for it each time. */
 
 #include <stdlib.h>
 
@@ -90,12 +91,21 @@ typedef struct find_job {
     uint8_t *out;      /* the patches, each at the offset of its first row */
     patch *patches;    /* each is of `patch_rows` rows, but for the last */
     const part *parts;
-    parallel_function *parallel;
     int64_t rows, row_bytes, first_row, patch_rows;
     uint32_t sign;     /* its bit in a pattern of `width` bytes */
-    int32_t width, parts_count, threads;
-    _Atomic int64_t next, failed;
+    int32_t width, parts_count;
 } find_job;
+
+/* Rows of several tensors, whose patches are found in this order. */
+typedef struct finds_job {
+    find_job *all;
+    parallel_function *parallel;
+    int64_t n;
+    int32_t threads;
+    _Atomic int64_t next, failed;
+} finds_job;
+
+INLINE int64_t patches_of(const find_job *j) { return (j->rows + j->patch_rows - 1) / j->patch_rows; }
 
 /* What changed in a patch, and what changed in the sums of columns of all parts, one part after the other. */
 typedef struct lists { uint32_t *steps, *others, *by, largest; int64_t steps_count, others_count; uint64_t *columns; } lists;
@@ -392,39 +402,53 @@ INLINE int find_patch(const find_job *j, lists room, uint8_t *made, int64_t numb
     return 1;
 }
 
+/* Adds a thread's sums of columns to those of all threads, and begins them anew. */
+static void flush(const find_job *j, uint64_t *mine) {
+    for (const part *p = j->parts; p < j->parts + j->parts_count; p++)
+        for (int64_t i = 0; i < p->last_word - p->first_word; i++, mine++)
+            if (*mine) __atomic_fetch_add(p->of_columns + i, *mine, __ATOMIC_RELAXED), *mine = 0;
+}
+
 static void work_find(void *argument) {
-    find_job *j = argument;
-    int64_t most = j->patch_rows * (j->row_bytes / j->width), words = 0, count = (j->rows + j->patch_rows - 1) / j->patch_rows;
-    for (int i = 0; i < j->parts_count; i++) words += j->parts[i].last_word - j->parts[i].first_word;
-    uint32_t *room = malloc((size_t)(most + BEYOND) * 3 * sizeof *room);
-    uint8_t *made = j->cast ? malloc((size_t)(rows_made(j) * j->row_bytes)) : NULL;
-    int good = room && (made || !j->cast);
-    lists l = {room, room + most + BEYOND, room + 2 * (most + BEYOND), .columns = calloc((size_t)words + 8, sizeof *l.columns)};
-    good = good && l.columns;
-    for (int64_t number; good && (number = atomic_fetch_add(&j->next, 1)) < count;)
-        good = j->width == 1 ? find_patch(j, l, made, number, 1) : j->width == 2 ? find_patch(j, l, made, number, 2)
-                                                                               : find_patch(j, l, made, number, 4);
-    if (!good) atomic_store(&j->failed, 1);
-    if (l.columns) {
-        uint64_t *mine = l.columns;
-        for (const part *p = j->parts; p < j->parts + j->parts_count; p++)
-            for (int64_t i = 0; i < p->last_word - p->first_word; i++, mine++)
-                if (*mine) __atomic_fetch_add(p->of_columns + i, *mine, __ATOMIC_RELAXED);
+    finds_job *f = argument;
+    int64_t most = 0, words = 0, made_bytes = 0, before = 0;
+    for (const find_job *j = f->all; j < f->all + f->n; j++) {
+        int64_t of_parts = 0;
+        for (int i = 0; i < j->parts_count; i++) of_parts += j->parts[i].last_word - j->parts[i].first_word;
+        words = most_of(words, of_parts), most = most_of(most, least_of(j->patch_rows, j->rows) * (j->row_bytes / j->width));
+        if (j->cast) made_bytes = most_of(made_bytes, rows_made(j) * j->row_bytes);
     }
+    uint32_t *room = malloc((size_t)(most + BEYOND) * 3 * sizeof *room);
+    uint8_t *made = malloc((size_t)made_bytes + 1);
+    lists l = {room, room + most + BEYOND, room + 2 * (most + BEYOND), .columns = calloc((size_t)words + 8, sizeof *l.columns)};
+    int good = room && made && l.columns;
+    const find_job *j = f->all, *end = f->all + f->n;
+    while (good) {
+        const find_job *last = j;
+        int64_t number = atomic_fetch_add(&f->next, 1) - before;
+        for (; j < end && number >= patches_of(j); j++) number -= patches_of(j), before += patches_of(j);
+        if (j != last) flush(last, l.columns);
+        if (j == end) break;
+        uint8_t *here = j->cast ? made : NULL;
+        good = j->width == 1 ? find_patch(j, l, here, number, 1) : j->width == 2 ? find_patch(j, l, here, number, 2)
+                                                                                 : find_patch(j, l, here, number, 4);
+    }
+    if (!good) atomic_store(&f->failed, 1);
     free(room), free(made), free(l.columns);
 }
 
 /* Returns whether all went well: not if a thread had no memory for its lists, or for codes. */
-int nemo_fp8_find(find_job *j) {
-    share(work_find, j, j->threads, j->parallel);
-    return !j->failed;
+int nemo_fp8_find(finds_job *f) {
+    share(work_find, f, f->threads, f->parallel);
+    return !f->failed;
 }
 
 /* ---------------------------------------------------------------------------------------------------------------- add */
 
-/* Where a box of a tensor [matrices, rows, columns] lies: its first element, and the bytes from one to the next in each dimension. Of a
-   box of the only matrix, whose rows lie in one piece each, the sums of the rows that a patch is of may be wanted. Of a box FOR_AMX
-   (fp8_amx.h) the first row begins a group, and columns are even; strides[1] times OF_GROUP is where the next group begins. */
+/* Where a box of a tensor [matrices, rows, columns] lies: its first element, and the bytes from one to the next in each dimension. A box
+   of the only matrix, whose rows lie in one piece each, may have memory for the sums of all of its rows, and of its columns: those of the
+   rows that a patch is of are put there, and added to these. Of a box FOR_AMX (fp8_amx.h) the first row begins a group, and columns are
+   even; strides[1] times OF_GROUP is where the next group begins. */
 typedef struct place { char *to; int64_t first[3], last[3], strides[3]; int64_t *of_rows, *of_columns, order; } place;
 
 typedef struct add_job {
@@ -432,7 +456,7 @@ typedef struct add_job {
     const place *places;
     int64_t strip, steps, others; /* elements of the strip, and the lengths of both lists */
     int64_t first, rows, columns; /* the place of the strip's first element; the rows of a matrix, and its columns */
-    int32_t width, places_count, back; /* `back` subtracts */
+    int32_t width, places_count, back, summed; /* `back` subtracts; `summed` asks for sums of rows where a place has memory for them */
     int32_t done; /* 1 if it was added; 0 if it is no patch, and -1 if there is no memory for it: then nothing was changed */
 } add_job;
 
@@ -481,66 +505,77 @@ INLINE void add_list(const add_job *j, const place *p, list *l, int64_t end, int
     l->done = i;
 }
 
-/* Adds both lists, some rows at a time, and sums these up while a cache has them. As all of their memory is read, it is asked for in order,
-   some rows early. */
-INLINE void add_and_sum_rows(const add_job *j, const place *p, list *steps, list *others, int width) {
+/* The 64-bit words of a row of a box. */
+INLINE int64_t words_of(const add_job *j, const place *p) { return ((p->last[2] - p->first[2]) * j->width + 7) / 8; }
+
+/* Adds both lists, some rows at a time, and sums these up while a cache has them; the sums of columns are added to `columns`. As all of
+   their memory is read, it is asked for in order, some rows early. */
+INLINE void add_and_sum_rows(const add_job *j, const place *p, list *steps, list *others, uint64_t *columns, int width) {
     int64_t first = j->first / j->columns, end = (j->first + j->strip) / j->columns;
     if (first < p->first[1]) first = p->first[1];
     if (end > p->last[1]) end = p->last[1];
-    sums_job s = {.x = p->to + (first - p->first[1]) * p->strides[1], .of_rows = p->of_rows, .stride = p->strides[1]};
-    s.bytes = (p->last[2] - p->first[2]) * j->width, s.rows = end - first;
+    sums_job s = {.x = p->to + (first - p->first[1]) * p->strides[1], .stride = p->strides[1]};
+    s.of_rows = p->of_rows + (first - p->first[1]), s.bytes = (p->last[2] - p->first[2]) * j->width, s.rows = end - first;
     int64_t some = ABREAST * (1 + SUMMED / (ABREAST * s.bytes + 1));
-    memset(p->of_columns, 0, (size_t)((s.bytes + 7) / 8 * 8));
     for (int64_t row = 0, last; row < s.rows; row = last) {
         last = least_of(row + some, s.rows);
         add_list(j, p, steps, (first + last) * j->columns - j->first, 0, width, IN_ROWS);
         add_list(j, p, others, (first + last) * j->columns - j->first, 0, width, IN_ROWS);
         for (; row + ABREAST <= last; row += ABREAST)
-            sum_rows(&s, row, ABREAST, (uint64_t *)p->of_columns, some * s.stride, NO_MAGNITUDES, NOWHERE);
-        for (; row < last; row++) sum_rows(&s, row, 1, (uint64_t *)p->of_columns, 0, NO_MAGNITUDES, NOWHERE);
+            sum_rows(&s, row, ABREAST, columns, some * s.stride, NO_MAGNITUDES, NOWHERE);
+        for (; row < last; row++) sum_rows(&s, row, 1, columns, 0, NO_MAGNITUDES, NOWHERE);
     }
 }
 
 /* The same a group at a time, in which the changes of a row lie all over. */
-INLINE void add_and_sum_groups(const add_job *j, const place *p, list *steps, list *others) {
+INLINE void add_and_sum_groups(const add_job *j, const place *p, list *steps, list *others, uint64_t *columns) {
     int64_t first = j->first / j->columns, end = (j->first + j->strip) / j->columns;
-    int64_t bytes = p->last[2] - p->first[2], step = p->strides[1], *of_rows = p->of_rows;
-    uint64_t *columns = (uint64_t *)p->of_columns;
+    int64_t bytes = p->last[2] - p->first[2], step = p->strides[1];
     if (first < p->first[1]) first = p->first[1];
     if (end > p->last[1]) end = p->last[1];
-    memset(columns, 0, (size_t)((bytes + 7) / 8 * 8));
-    for (int64_t row = first - p->first[1], last, rows = end - p->first[1]; row < rows; of_rows += last - row, row = last) {
+    for (int64_t row = first - p->first[1], last, rows = end - p->first[1]; row < rows; row = last) {
         int64_t group = row - row % OF_GROUP, up_to = (p->first[1] + (last = least_of(group + OF_GROUP, rows))) * j->columns - j->first;
         add_list(j, p, steps, up_to, 0, 1, FOR_AMX);
         add_list(j, p, others, up_to, 0, 1, FOR_AMX);
-        sum_group(p->to + group * step, bytes, row - group, last - group, of_rows, columns, OF_GROUP * step);
+        sum_group(p->to + group * step, bytes, row - group, last - group, p->of_rows + row, columns, OF_GROUP * step);
     }
 }
 
-INLINE void add_in_order(const add_job *j, const place *p, list *steps, list *others, int width, int order) {
-    if (p->of_rows && order == FOR_AMX) add_and_sum_groups(j, p, steps, others);
-    else if (p->of_rows) add_and_sum_rows(j, p, steps, others, width);
-    else add_list(j, p, steps, j->strip, AHEAD, width, order), add_list(j, p, others, j->strip, AHEAD, width, order);
+/* `columns` is memory for the sums of columns. */
+INLINE void add_in_order(const add_job *j, const place *p, list *steps, list *others, uint64_t *columns, int width, int order) {
+    if (!p->of_rows || !j->summed) {
+        add_list(j, p, steps, j->strip, AHEAD, width, order), add_list(j, p, others, j->strip, AHEAD, width, order);
+        return;
+    }
+    memset(columns, 0, (size_t)words_of(j, p) * 8);
+    if (order == FOR_AMX) add_and_sum_groups(j, p, steps, others, columns);
+    else add_and_sum_rows(j, p, steps, others, columns, width);
+    for (int64_t i = 0; i < words_of(j, p); i++) __atomic_fetch_add(p->of_columns + i, (int64_t)columns[i], __ATOMIC_RELAXED);
 }
 
-INLINE void add_all(const add_job *j, const uint32_t *positions, const uint8_t *ups, const uint8_t *by, int width) {
+INLINE void add_all(const add_job *j, const uint32_t *positions, const uint8_t *ups, const uint8_t *by, uint64_t *columns, int width) {
     for (const place *p = j->places; p < j->places + j->places_count; p++) {
         list steps = {positions, ups, NULL, 0}, others = {positions + j->steps + 1, NULL, by, 0};
-        if (width == 1 && p->order == FOR_AMX) add_in_order(j, p, &steps, &others, 1, FOR_AMX);
-        else add_in_order(j, p, &steps, &others, width, IN_ROWS);
+        if (width == 1 && p->order == FOR_AMX) add_in_order(j, p, &steps, &others, columns, 1, FOR_AMX);
+        else add_in_order(j, p, &steps, &others, columns, width, IN_ROWS);
     }
 }
 
 static int added(const add_job *j) {
-    uint32_t *positions = malloc((size_t)(j->steps + j->others + 2 + AHEAD) * sizeof *positions), *of_others = positions + j->steps + 1;
-    if (!positions) return -1;
+    int64_t words = 0;
+    for (const place *p = j->places; p < j->places + j->places_count; p++) words = most_of(words, words_of(j, p));
+    uint64_t *columns = malloc((size_t)words * sizeof *columns + (size_t)(j->steps + j->others + 2 + AHEAD) * sizeof(uint32_t));
+    uint32_t *positions = (uint32_t *)(columns + words), *of_others = positions + j->steps + 1;
+    if (!columns) return -1;
     const uint8_t *ups = j->raw + size_of_positions(j->strip, j->steps), *second = ups + in_bytes(j->steps);
     const uint8_t *by = second + size_of_positions(j->strip, j->others);
     int good = read_positions(j->raw, j->strip, j->steps, positions) && read_positions(second, j->strip, j->others, of_others);
     positions[j->steps] = of_others[j->others] = UINT32_MAX;
     memset(of_others + j->others + 1, 0, AHEAD * sizeof *positions);
-    if (good) j->width == 1 ? add_all(j, positions, ups, by, 1) : j->width == 2 ? add_all(j, positions, ups, by, 2) : add_all(j, positions, ups, by, 4);
-    free(positions);
+    if (good && j->width == 1) add_all(j, positions, ups, by, columns, 1);
+    else if (good && j->width == 2) add_all(j, positions, ups, by, columns, 2);
+    else if (good) add_all(j, positions, ups, by, columns, 4);
+    free(columns);
     return good;
 }
 

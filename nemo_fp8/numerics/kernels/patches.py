@@ -1,7 +1,7 @@
 """Find what changed in rows of bit patterns, and add it elsewhere, at memory speed: `fp8_patch.c` from Python.
 
-    find(old, new, out, ...)   ->  patches of the rows, in the format of nemo_fp8.rollout.refit.patch
-    add(additions)             ->  of each whether it was a patch; then it is added where its places say
+    find(finds, out)   ->  patches of the rows of each, in the format of nemo_fp8.rollout.refit.patch
+    add(additions)     ->  of each whether it was a patch; then it is added where its places say
 
 Both work on a CPU's memory, and return None without a C compiler; the caller computes in numpy then, to the same bits.
 """
@@ -9,15 +9,16 @@ Both work on a CPU's memory, and return None without a C compiler; the caller co
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nemo_fp8.numerics.kernels import build
-from nemo_fp8.numerics.kernels.cpu import ELEMENTS_FOR_THREADS, CastJob, parallel, threads
+from nemo_fp8.numerics.kernels.cpu import ELEMENTS_FOR_THREADS, CastJob, parallel
 
 Bytes = NDArray[np.uint8]
 Found = tuple[int, int, Bytes, int, int]
@@ -50,10 +51,20 @@ class _FindJob(ctypes.Structure):
     """`struct find_job` of the C source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("old", "now", "cast", "out", "patches", "parts", "parallel")),
+        *((name, ctypes.c_void_p) for name in ("old", "now", "cast", "out", "patches", "parts")),
         *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "first_row", "patch_rows")),
         ("sign", ctypes.c_uint32),
-        *((name, ctypes.c_int32) for name in ("width", "parts_count", "threads")),
+        *((name, ctypes.c_int32) for name in ("width", "parts_count")),
+    )
+
+
+class _FindsJob(ctypes.Structure):
+    """`struct finds_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("all", "parallel")),
+        ("n", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in ("next", "failed")),
     )
 
@@ -64,7 +75,7 @@ class _AddJob(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("raw", "places")),
         *((name, ctypes.c_int64) for name in ("strip", "steps", "others", "first", "rows", "columns")),
-        *((name, ctypes.c_int32) for name in ("width", "places_count", "back", "done")),
+        *((name, ctypes.c_int32) for name in ("width", "places_count", "back", "summed", "done")),
     )
 
 
@@ -79,71 +90,104 @@ class _AddsJob(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Addition:
+class Matrices:
+    """Where the parts of a tensor of matrices lie, and the sums of their rows, as patches leave them there."""
+
+    def __init__(
+        self, shape: tuple[int, int], width: int, places: Sequence[Place], sums: Mapping[int, Sums] | None = None
+    ) -> None:
+        """Note where places lie, of matrices of ``shape`` and elements of ``width`` bytes.
+
+        ``sums`` are memory for the sums of all rows of a place, by its number, and zeros to which those of its columns
+        are added. Such a place is of a single matrix, whose rows lie in one piece each.
+        """
+        self.shape, self.width, self.sums = shape, width, sums or {}
+        self.places = (Place * len(places))(*places)
+        for n, (of_rows, of_columns) in self.sums.items():
+            self.places[n].of_rows, self.places[n].of_columns = of_rows.data_ptr(), of_columns.data_ptr()
+        self.address = ctypes.addressof(self.places)
+
+
+class Addition(NamedTuple):
     """A patch, and where to add it."""
 
-    raw: Bytes
-    """As many bytes as the counts ask for."""
+    address: int
+    """Where its bytes lie: as many as the counts ask for."""
     strip: int
     steps: int
     others: int
-    width: int
     first: int
-    """The number of the strip's first element in a tensor of matrices of ``shape``."""
-    shape: tuple[int, int]
-    places: Sequence[Place]
-    sums: Mapping[int, Sums] = field(default_factory=dict)
-    """Memory for the sums of those rows of the patch that lie at a place, as they are there afterwards, by the place's
-    number: one of a single matrix, whose rows lie in one piece each."""
+    """The number of the strip's first element in the tensor."""
+    to: Matrices
 
 
-def find(
-    old: torch.Tensor, new: torch.Tensor | CastJob, out: Bytes, *, row: int, patch_rows: int, sign: int,
-    parts: Sequence[Part],
-) -> list[Found] | None:  # fmt: skip
-    """Take new rows over into old ones, and return a patch for every ``patch_rows`` of them; None without a kernel.
+class Find(NamedTuple):
+    """Rows of a tensor as they were, the same rows as they are now, and how to tell what changed."""
 
-    ``old`` and ``new`` are contiguous matrices of one shape and dtype, of which the first row is number ``row`` of the
-    tensor. Instead of new codes the cast that makes them may be given: it is run a few rows at a time, and its scales
-    are there afterwards; patches end where its tiles end. ``out`` is memory for the patches, as large as they are; what
-    is returned lies there. ``sign`` is the bit of the sign in a pattern. The sums of ``parts`` are carried; rows must
-    be whole words if there are any. Raises MemoryError if there is none for the lists of what changed.
+    old: torch.Tensor
+    """A contiguous matrix, which has the new rows afterwards."""
+    new: torch.Tensor | CastJob
+    """Another one of its shape and dtype; or the cast that makes these codes, which is run a few rows at a time. Then
+    patches end where its tiles end, and its scales are there afterwards."""
+    row: int
+    """The number that the first row has in the tensor."""
+    patch_rows: int
+    """A patch is of so many rows, but for the last."""
+    sign: int
+    """The bit of the sign in a pattern."""
+    parts: Sequence[Part]
+    """Parts of the tensor whose sums are carried; rows must be whole words if there are any."""
+
+
+def find(finds: Sequence[Find], out: Bytes) -> list[list[Found]] | None:
+    """Take new rows over into old ones, and return the patches of each; None without a kernel.
+
+    ``out`` is memory for the patches, as large as all old rows; what is returned lies there. Raises MemoryError if
+    there is none for the lists of what changed.
     """
     library = build.library()
     if library is None:
         return None
-    assert old.is_contiguous()
-    assert len(out) >= old.nbytes
-    if isinstance(new, torch.Tensor):
-        assert old.shape == new.shape
-        assert new.is_contiguous()
-        now = {"now": new.data_ptr()}
-    else:
-        assert old.shape == (new.rows, new.cols)
-        assert patch_rows % new.tile_rows == 0
-        now = {"cast": ctypes.addressof(new)}
-    made = np.empty((-(-len(old) // patch_rows), 5), np.int64)
-    carried = (Part * len(parts))(*parts)
-    row_bytes = old.shape[1] * old.itemsize
-    job = _FindJob(
-        **now, old=old.data_ptr(), out=out.ctypes.data, patches=made.ctypes.data,
-        parts=ctypes.addressof(carried), parts_count=len(parts), parallel=parallel(),
-        rows=len(old), row_bytes=row_bytes, first_row=row, patch_rows=patch_rows, sign=sign, width=old.itemsize,
-        threads=threads(old) if len(made) > 1 else 1,
-    )  # fmt: skip
+    counts = [-(-len(one.old) // one.patch_rows) for one in finds]
+    made, jobs, parts = np.empty((sum(counts), 5), np.int64), (_FindJob * len(finds))(), []
+    patches, room, elements = made.ctypes.data, out.ctypes.data, 0
+    for n, ((old, new, row, patch_rows, sign, carried), count) in enumerate(zip(finds, counts, strict=True)):
+        now = cast = None
+        if isinstance(new, torch.Tensor):
+            assert old.shape == new.shape
+            assert new.is_contiguous()
+            now = new.data_ptr()
+        else:
+            assert old.shape == (new.rows, new.cols)
+            assert patch_rows % new.tile_rows == 0
+            cast = ctypes.addressof(new)
+        assert old.is_contiguous()
+        parts.append((Part * len(carried))(*carried))
+        jobs[n] = _FindJob(
+            old.data_ptr(), now, cast, room, patches, ctypes.addressof(parts[-1]), len(old),
+            old.shape[1] * old.itemsize, row, patch_rows, sign, old.itemsize, len(carried),
+        )  # fmt: skip
+        patches, room, elements = patches + made.strides[0] * count, room + old.nbytes, elements + old.numel()
+    assert room <= out.ctypes.data + len(out)
+    alone = len(made) < 2 or elements < ELEMENTS_FOR_THREADS
+    job = _FindsJob(ctypes.addressof(jobs), parallel(), len(jobs), 1 if alone else torch.get_num_threads())
     if not library.nemo_fp8_find(ctypes.byref(job)):
         raise MemoryError("no memory for the lists of what changed")
-    size = patch_rows * row_bytes
-    return [
-        (steps, others, out[i * size : i * size + length], changed, largest)
-        for i, (steps, others, length, changed, largest) in enumerate(made.tolist())
-    ]
+    found, told, first = list[list[Found]](), iter(made.tolist()), 0
+    for one, count in zip(finds, counts, strict=True):
+        size = one.patch_rows * one.old.shape[1] * one.old.itemsize
+        some = itertools.islice(told, count)
+        found.append([
+            (steps, others, out[at : at + length], changed, largest)
+            for at, (steps, others, length, changed, largest) in zip(itertools.count(first, size), some)
+        ])  # fmt: skip
+        first += one.old.nbytes
+    return found
 
 
-def add(additions: Sequence[Addition], back: bool = False) -> list[bool] | None:
+def add(additions: Sequence[Addition], back: bool = False, summed: bool = False) -> list[bool] | None:
     """Add patches of different rows, or with ``back`` subtract them; return of each whether it was one, and None
-    without a kernel.
+    without a kernel. ``summed`` asks for the sums of their rows as they are then, where there is memory for them.
 
     What is no patch changes nothing. Raises MemoryError if there was none for the positions of one.
     """
@@ -151,15 +195,10 @@ def add(additions: Sequence[Addition], back: bool = False) -> list[bool] | None:
     if library is None:
         return None
     jobs = (_AddJob * len(additions))()
-    kept = []
-    for job, one in zip(jobs, additions, strict=True):
-        targets = (Place * len(one.places))(*one.places)
-        for n, (of_rows, of_columns) in one.sums.items():
-            targets[n].of_rows, targets[n].of_columns = of_rows.data_ptr(), of_columns.data_ptr()
-        kept.append(targets)
-        job.raw, job.places, job.places_count = one.raw.ctypes.data, ctypes.addressof(targets), len(targets)
-        job.strip, job.steps, job.others, job.width = one.strip, one.steps, one.others, one.width
-        job.first, job.rows, job.columns, job.back = one.first, *one.shape, back
+    for n, (address, strip, steps, others, first, to) in enumerate(additions):
+        jobs[n] = _AddJob(
+            address, to.address, strip, steps, others, first, *to.shape, to.width, len(to.places), back, summed
+        )
     few = sum(one.strip for one in additions) < 2 * ELEMENTS_FOR_THREADS
     adds = _AddsJob(
         ctypes.addressof(jobs), parallel(), len(jobs), 1 if few or len(jobs) < 2 else torch.get_num_threads()

@@ -8,7 +8,7 @@ Read ``push`` first, which is the whole of it on one page, and then ``worker.rou
     push          the order of things, on the trainer's side
     manifest      what a push will bring
     casting       tensors that the trainer casts on their way
-    ledger        the engine's bits on the trainer's side, and what differs from them
+    ledger        the engine's bits on the trainer's side; planes finds what differs from them
     patch         differences of bits, as bytes
     wire, memory  tensors cut into buffers, and the way of a buffer to the workers; channel tells them of it
     control       calls to an engine: in this process, on an asyncio loop, or over HTTP; alive ends those to a dead one

@@ -211,7 +211,8 @@ class Refit:
             ledger.verify = verify
             self.ledger = None  # it notes what it finds, whether or not that reaches the engine
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
-            changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches)
+            stay = isinstance(named_tensors, Mapping)
+            changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches, stay)
             filled = _filled(changes, asked, transport.buffers)  # meanwhile requests are computed
             begun = asked.result()
             self.control.hold(self.running)

@@ -15,10 +15,12 @@ once the patches are more than MOST_KEPT, or once a fingerprint was another: the
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,8 +58,20 @@ from nemo_fp8.rollout.refit.worker.staged import Staged
 MOST_KEPT = 1 << 28  # bytes of patches that are kept for the way back
 PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes of an element -> torch's type with that pattern, whose sums wrap."""
-Patch = tuple[tuple[int, ...], Bytes]
-"""What is told of a patch (the first six numbers of ``patch.Patch``), and its bytes."""
+
+
+class KeptPatch(NamedTuple):
+    """A patch that came, and a copy of its bytes."""
+
+    i: int
+    what: int
+    row: int
+    rows: int
+    steps: int
+    others: int
+    raw: Bytes
+    address: int
+    """Where the bytes lie."""
 
 
 @dataclass(eq=False)
@@ -71,29 +85,47 @@ class Passing:
     """The rows of the tensor that this part has, from the first to before the last."""
     codes: Fingerprint = field(default_factory=Fingerprint)
     rows: int = 0
+    taken: int = 0
+    """The rows whose sums ``codes`` has. Of those up to ``rows`` the kernel has put them into ``sums``."""
 
-    def room(self, row: int, rows: int) -> kernel.Sums | None:
-        """Return memory for the sums of those among rows [row, row+rows) of the tensor that are in this part; None if
-        none is."""
+    @functools.cached_property
+    def sums(self) -> kernel.Sums:
+        """Memory for the sums of all rows, and zeros for those of the columns."""
         (start, stop), (left, right) = self.span, self.route.to[-1]
-        mine = min(row + rows, stop) - max(row, start)
-        if mine <= 0:
-            return None
-        return torch.empty(mine, dtype=torch.int64), torch.empty(-(-(right - left) // 8), dtype=torch.int64)
+        words = -(-(right - left) // 8)
+        return torch.empty(stop - start, dtype=torch.int64), torch.zeros(words, dtype=torch.int64)
 
-    def read(self, row: int) -> None:
-        """Read all codes before ``row`` of the tensor that were not read yet."""
+    def note(self, row: int, rows: int, summed: bool) -> None:
+        """Note that rows [row, row+rows) of the tensor were patched, and read what lies before them; the kernel has
+        ``summed`` them up, or they are read, too."""
         start, stop = self.span
-        last = min(row, stop) - start
+        first, last = min(row, stop) - start, min(row + rows, stop) - start
+        if first > self.rows:
+            self._read(first)
         if last > self.rows:
-            self.sink.read_rows(self.route, self.rows, last, self.codes)
-            self.rows = last
+            if summed:
+                self.rows = last
+            else:
+                self._read(last)
 
-    def add(self, sums: kernel.Sums) -> None:
-        """Take the sums of the next rows, which were read where they were patched."""
-        left, right = self.route.to[-1]
-        self.codes.add_sums(*sums, right - left)
-        self.rows += len(sums[0])
+    def read(self) -> str | None:
+        """Return the fingerprint of the part: the rows that no patch has passed are read now."""
+        self._take()
+        return self.sink.read(self.route, self.codes, self.rows)
+
+    def _read(self, end: int) -> None:
+        """Read all rows of the part before ``end`` that were not read yet."""
+        self._take()
+        self.sink.read_rows(self.route, self.rows, end, self.codes)
+        self.rows = self.taken = end
+
+    def _take(self) -> None:
+        """Take the sums that the kernel has made since."""
+        if self.rows > self.taken:
+            (left, right), (of_rows, of_columns) = self.route.to[-1], self.sums
+            self.codes.add_sums(of_rows[self.taken : self.rows], of_columns.clone(), right - left)
+            of_columns.zero_()
+            self.taken = self.rows
 
 
 class Patching(Session):
@@ -111,14 +143,14 @@ class Patching(Session):
         self.next: dict[tuple[int, int], int] = {}
         """The first row of each tensor's values, or scales, that no patch has passed."""
         self.planes: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
-        self.places: dict[tuple[int, int], tuple[tuple[int, int], list[kernel.Place]] | None] = {}
+        self.places: dict[tuple[int, int], kernel.Matrices | None] = {}
         self.patched: list[int] = []
         """Tensors that were patched, and not read since; nearly always the sender has passed all but the last."""
         self.read: dict[Route, str | None] = {}
         """The fingerprints of parts as they were read from memory after their last patch."""
         self.passing: dict[int, list[Passing | None]] = {}
         """What the patches of a tensor have passed, by its routes; None for a part that is read as a whole."""
-        self.applied: list[Patch] = []
+        self.applied: list[KeptPatch] = []
         self.size = 0
         """The bytes of the patches so far; beyond MOST_KEPT they are not kept."""
         self.lost = False
@@ -136,17 +168,26 @@ class Patching(Session):
         for piece in pieces:
             (patches if isinstance(piece, list) and len(piece) == 7 else whole).append(piece)
         super().write(memory, whole, stays)
-        some = []
-        for piece in patches:
-            about, size = self._checked_patch(piece)
-            # A copy, which the sender cannot change while it is read; it is also the way back.
-            some.append((about, memory.read(piece[-1], torch.uint8, (size,)).numpy().copy()))
-        if some:
-            self._apply(some)
+        if patches:
+            self._apply(self._taken(memory, patches))
         while len(self.patched) > 1:  # while the sender quantizes what follows
             self.read |= self._read(self.patched.pop(0))
 
-    def _apply(self, some: Sequence[Patch]) -> None:
+    def _taken(self, memory: Opened, pieces: Sequence[Any]) -> list[KeptPatch]:
+        """Return checked copies of patches, which the sender cannot change while they are read; they are also the way
+        back."""
+        sizes = [self._checked_patch(piece) for piece in pieces]
+        addresses = [memory.address(piece[-1], size, 1) for piece, size in zip(pieces, sizes, strict=True)]
+        ends, some = [*itertools.accumulate(sizes)], list[KeptPatch]()
+        room = np.empty(ends[-1], np.uint8)
+        first = room.ctypes.data
+        for piece, address, size, end in zip(pieces, addresses, sizes, ends, strict=True):
+            ctypes.memmove(first + end - size, address, size)
+            i, what, row, rows, steps, others, _ = piece
+            some.append(KeptPatch(i, what, row, rows, steps, others, room[end - size : end], first + end - size))
+        return some
+
+    def _apply(self, some: Sequence[KeptPatch]) -> None:
         """Add patches, each of them whole or not at all, and keep them for the way back.
 
         Raises PrecisionError if one of them is none.
@@ -154,31 +195,30 @@ class Patching(Session):
         written, lost = self.written, self.lost
         self.written, self.lost = True, True  # until all are added
         outcomes = self._add(some)
-        good = [(patch, sums) for patch, sums in zip(some, outcomes, strict=True) if not isinstance(sums, Exception)]
+        good = [(one, summed) for one, summed in zip(some, outcomes, strict=True) if isinstance(summed, bool)]
         self.written, self.lost = written or bool(good), lost
-        for patch, sums in good:
-            self._keep(*patch, sums)
+        for one, summed in good:
+            self._keep(one, summed)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
 
-    def _keep(self, about: tuple[int, ...], raw: Bytes, sums: Mapping[int, kernel.Sums]) -> None:
-        """Keep a patch that was added, and note what its tensor's rows are now."""
-        i, what, row, rows, *_ = about
-        if i not in self.patched:
-            self.patched.append(i)
-            for route in self._routes(i):
+    def _keep(self, one: KeptPatch, summed: bool) -> None:
+        """Keep a patch that was added, and note what its tensor's rows are now; the kernel may have ``summed`` them
+        up."""
+        if one.i not in self.patched:
+            self.patched.append(one.i)
+            for route in self._routes(one.i):
                 self.read.pop(route, None)  # it was not the tensor's last patch
-        for n, passing in enumerate(self._passing(i) if what == VALUES else ()):
+        for passing in self._passing(one.i) if one.what == VALUES else ():
             if passing is not None:
-                passing.read(row)
-                passing.add(sums[n]) if n in sums else passing.read(row + rows)
-        self.size += len(raw)
+                passing.note(one.row, one.rows, summed)
+        self.size += len(one.raw)
         self.lost = self.lost or self.size > MOST_KEPT
         if self.lost:
             self.applied.clear()
         else:
-            self.applied.append((about, raw))
+            self.applied.append(one)
 
     def _passing(self, i: int) -> list[Passing | None]:
         if i not in self.passing:
@@ -192,11 +232,12 @@ class Patching(Session):
     def _read(self, i: int) -> dict[Route, str | None]:
         """Return the fingerprints of a tensor's parts: of the rows that were passed already, and of the others as they
         are now."""
-        passed, found = self.passing.pop(i, None), dict[Route, str | None]()
-        for n, route in enumerate(self._routes(i)):
-            one, sink = passed[n] if passed else None, self.sinks[route.target]
-            found[route] = sink.read(route) if one is None else one.sink.read(route, one.codes, one.rows)
-        return found
+        passed = self.passing.pop(i, None) or [None] * len(self._routes(i))
+        self.places.pop((i, VALUES), None)  # with the memory of their sums
+        return {
+            route: self.sinks[route.target].read(route) if one is None else one.read()
+            for route, one in zip(self._routes(i), passed, strict=True)
+        }
 
     def _checked(self, piece: Any) -> Sequence[int]:
         found = super()._checked(piece)
@@ -205,8 +246,8 @@ class Patching(Session):
         self.lost = True  # the old bits of what is overwritten are kept nowhere
         return found
 
-    def _checked_patch(self, piece: Any) -> tuple[tuple[int, ...], int]:
-        """Return the first six numbers of a patch, and its bytes; raise PrecisionError if they cannot be."""
+    def _checked_patch(self, piece: Any) -> int:
+        """Return how many bytes a patch has; raise PrecisionError if it cannot be."""
         if [*map(type, piece)] != [int] * 7:
             raise bad_piece(piece, "It is no seven whole numbers")
         i, what, row, rows, steps, others, _ = piece
@@ -223,7 +264,7 @@ class Patching(Session):
         if min(steps, others) < 0 or not 0 < steps + others <= rows * columns:
             raise bad_piece(piece, f"It has {rows * columns} elements")
         self.next[i, what] = row + rows
-        return tuple(piece[:-1]), size_of(rows * columns, steps, others, width)
+        return size_of(rows * columns, steps, others, width)
 
     def _plane(self, i: int, what: int) -> tuple[tuple[int, int], int]:
         """Return the rows and columns of what a patch changes, and the bytes of an element."""
@@ -247,56 +288,49 @@ class Patching(Session):
         return matrix_of(grid_of(entry.shape, block)), sink.scales.itemsize
 
     @torch.no_grad()
-    def _add(self, some: Sequence[Patch], back: bool = False) -> list[Mapping[int, kernel.Sums] | PrecisionError]:
+    def _add(self, some: Sequence[KeptPatch], back: bool = False) -> list[bool | PrecisionError]:
         """Add patches of different rows where the elements of their tensors lie in this worker's memory, or subtract
         them.
 
-        Return for each the sums of its rows by the number of the route, as they lie in memory then, where a kernel has
-        made them; or an error if it is no patch. Then nothing of it was added.
+        Return of each whether a kernel has also summed up its rows, as they lie in memory then, where they pass; or an
+        error if it is no patch. Then nothing of it was added.
         """
-        outcomes: list[Mapping[int, kernel.Sums] | PrecisionError] = [{} for _ in some]
-        known = {n: one for n, patch in enumerate(some) if (one := self._addition(*patch, not back)) is not None}
-        done = kernel.add([*known.values()], back)
-        for (n, addition), good in zip(known.items(), done or (), strict=False):
-            outcomes[n] = (
-                addition.sums if good else no_patch("its positions are not increasing, or not as many as it says")
-            )
-        for n, (about, raw) in enumerate(some):
+        outcomes: list[bool | PrecisionError] = [False] * len(some)
+        known = {n: to for n, one in enumerate(some) if (to := self._places(one.i, one.what)) is not None}
+        additions = list[kernel.Addition]()
+        for n, to in known.items():
+            _, _, row, rows, steps, others, _, address = some[n]
+            columns = to.shape[1]
+            additions.append(kernel.Addition(address, rows * columns, steps, others, row * columns, to))
+        done = kernel.add(additions, back, summed=not back)
+        for n, good in zip(known, done or (), strict=False):
+            outcomes[n] = good or no_patch("its positions are not increasing, or not as many as it says")
+        for n, one in enumerate(some):
             if done is None or n not in known:
                 try:
-                    self._add_slowly(about, raw, back)
+                    self._add_slowly(one, back)
                 except PrecisionError as error:
                     outcomes[n] = error
         return outcomes
 
-    def _addition(self, about: tuple[int, ...], raw: Bytes, summed: bool) -> kernel.Addition | None:
-        """Return a patch for the kernel, and memory for the sums of its rows if they are ``summed``; None if the kernel
-        does not know all places."""
-        i, what, row, rows, steps, others = about
-        (_, columns), width = self._plane(i, what)
-        known = self._places(i, what)
-        if known is None:
-            return None
-        (shape, places), room = known, dict[int, kernel.Sums]()
-        for n, passing in enumerate(self._passing(i) if summed and what == VALUES else ()):
-            if passing is not None and (sums := passing.room(row, rows)) is not None:
-                room[n] = sums
-        return kernel.Addition(raw, rows * columns, steps, others, width, row * columns, shape, places, room)
-
-    def _places(self, i: int, what: int) -> tuple[tuple[int, int], list[kernel.Place]] | None:
-        """Return the shape of a tensor's matrices and where its parts lie, for the kernel; None if one of them is on a
-        device, or in no order that the kernel knows."""
+    def _places(self, i: int, what: int) -> kernel.Matrices | None:
+        """Return where a tensor's parts lie, for the kernel, and the sums of those that pass; None if one of them is on
+        a device, or in no order that the kernel knows."""
         if (i, what) not in self.places:
-            (count, columns), _ = self._plane(i, what)
+            (count, columns), width = self._plane(i, what)
             orders = [self._order(route, what) for route in self._routes(i)]
             found = [
                 place_of(shape, source, to, live, order)
                 for (live, shape, source, to), order in zip(self._parts(i, what), orders, strict=True)
                 if live.is_cpu
             ]
-            places = [one for one in found if one is not None]
-            matrix = (count // math.prod(self.plan.manifest[i].shape[:-2]), columns)
-            self.places[i, what] = (matrix, places) if len(places) == len(self._routes(i)) else None
+            places, known = [one for one in found if one is not None], None
+            if len(places) == len(orders):
+                passing = self._passing(i) if what == VALUES else ()
+                sums = {n: one.sums for n, one in enumerate(passing) if one is not None}
+                matrix = (count // math.prod(self.plan.manifest[i].shape[:-2]), columns)
+                known = kernel.Matrices(matrix, width, places, sums)
+            self.places[i, what] = known
         return self.places[i, what]
 
     def _order(self, route: Route, what: int) -> Order:
@@ -319,9 +353,9 @@ class Patching(Session):
                 assert isinstance(sink, Blocks)
                 yield sink.scales if what == SCALES else sink.codes, shape, source, stacked(to)
 
-    def _add_slowly(self, about: tuple[int, ...], raw: Bytes, back: bool) -> None:
+    def _add_slowly(self, one: KeptPatch, back: bool) -> None:
         """Add a patch in numpy and torch. Raises PrecisionError if it is none; then nothing was added."""
-        i, what, row, rows, steps, others = about
+        i, what, row, rows, steps, others, raw, _ = one
         (_, columns), width = self._plane(i, what)
         for positions, differences in decode(raw, rows * columns, steps, others, width):
             by = np.negative(differences) if back else differences
