@@ -22,6 +22,7 @@ from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.planes import Cast, changes
 from nemo_fp8.rollout.refit.wire import Body, SharedMemory
 from nemo_fp8.rollout.refit.worker.layouts import Tally
+from nemo_fp8.rollout.refit.worker.packing import pack
 
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
 POW2 = {"weight_scale": "pow2", "first_layers": 1}
@@ -429,6 +430,37 @@ def test_a_packed_copy_that_is_of_other_weights_is_packed_again(here, checkpoint
         assert not torch.equal(head.quant_method.apply(head, x, None), answer)
         assert refit.push(tensors, delta=True).require().delta.instead == ""
     assert torch.equal(head.quant_method.apply(head, x, None), answer)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_a_copy_is_packed_once_when_its_weight_has_come(checkpoint, monkeypatch, last):
+    """While the sender goes on, unless it is the last tensor; and not at all if its weight has not changed."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    head = "lm_head.weight"
+    rest = {name: tensor for name, tensor in tensors.items() if name != head}
+    tensors = rest | {head: tensors[head]} if last else {head: tensors[head]} | rest
+    refit, call, at, packed = Refit(worker), worker.call, [], []
+    layer_of_head = worker.model_runner.get_model().lm_head
+
+    def calling(method, message):
+        at.append(method)
+        return call(method, message)
+
+    def packing(layer):
+        packed.extend([at[-1]] if layer is layer_of_head else [])
+        pack(layer)
+
+    as_pushed = [tensors, stepped(tensors, size=1e-3), stepped(tensors, 1) | {head: stepped(tensors, size=1e-3)[head]}]
+    for weights, expected in zip(as_pushed, ("stream", "finish" if last else "stream", ""), strict=True):
+        with monkeypatch.context() as patched:
+            patched.setattr(worker, "call", calling)
+            for module in ("session", "patches"):
+                patched.setattr(f"nemo_fp8.rollout.refit.worker.{module}.pack", packing)
+            packed.clear()
+            refit.push(weights, delta=True).require()
+        # Of changes nobody knows that a tensor's last one has come before the first one of another tensor does.
+        assert packed == ([expected] if expected else [])
+        assert differing(of(worker), fresh(checkpoint("qwen3", 0), weights)[1]) == []
 
 
 def test_changes_that_are_refused_end_no_push_of_another_trainer(checkpoint, pushed):

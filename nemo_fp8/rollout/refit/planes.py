@@ -1,9 +1,9 @@
 """Keep the bits of a tensor that an engine holds, and find what changed in them: the planes of a ledger.
 
-    put(row, rows)          note rows, whatever was there
-    changes([look, ...])    note rows of several planes that may have changed, and return a patch (patch.py) wherever they
-                            have: all threads look, and go on from one plane to the next without waiting
-    digest(part)            the fingerprint of what a worker holds of a plane
+    put(row, rows)         note rows, whatever was there
+    changes([look, ...])   note rows of several planes that may have changed, and return a patch (patch.py) wherever
+                           they have: all threads look, and go on from one plane to the next without waiting
+    digest(part)           the fingerprint of what a worker holds of a plane
 
 A compiled kernel (fp8_patch.c) compares, notes and writes a patch in one pass over rows that it casts itself, a few at
 a time, in its cache. Where there is no compiler numpy does it; tests hold both to the same bits. A fingerprint is made

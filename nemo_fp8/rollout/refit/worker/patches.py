@@ -171,7 +171,10 @@ class Patching(Session):
         if patches:
             self._apply(self._taken(memory, patches))
         while len(self.patched) > 1:  # while the sender quantizes what follows
-            self.read |= self._read(self.patched.pop(0))
+            i = self.patched.pop(0)
+            self.read |= self._read(i)
+            for name in (name for name, numbers in self.plan.packed_from.items() if numbers == {i}):
+                self.pack(name)
 
     def _taken(self, memory: Opened, pieces: Sequence[Any]) -> list[KeptPatch]:
         """Return checked copies of patches, which the sender cannot change while they are read; they are also the way
@@ -210,6 +213,7 @@ class Patching(Session):
             self.patched.append(one.i)
             for route in self._routes(one.i):
                 self.read.pop(route, None)  # it was not the tensor's last patch
+            self.packed -= {name for name, numbers in self.plan.packed_from.items() if one.i in numbers}
         for passing in self._passing(one.i) if one.what == VALUES else ():
             if passing is not None:
                 passing.note(one.row, one.rows, summed)
@@ -378,6 +382,7 @@ class Patching(Session):
             return None
         self.lost = True  # until all of it is done
         self._add(self.applied, back=True)
+        self.packed.clear()
         self._pack(set())  # the push may have died after it packed
         return self.base
 
@@ -413,9 +418,6 @@ class Patching(Session):
             )
         self._pack(sent | {i for i, _ in self.next})
         self.tally.settle()
-
-    def _routes(self, i: int) -> list[Route]:
-        return self.plan.routes.by_entry.get(i, [])
 
     def _confirm(self, expected: Any, sent: set[int]) -> Iterator[int]:
         """Fingerprint every part from memory, and yield the numbers of tensors that are not as expected."""
@@ -459,7 +461,7 @@ class Patching(Session):
         """Pack again the copies that kernels keep beside weights that changed, and those that others packed."""
         beside = self.plan.packed_beside({route.target for i in changed for route in self._routes(i)})
         for name, layer in self.plan.all_packed_beside.items():
-            if name in beside or packed(layer) != self.sealed.get(name):
+            if name not in self.packed and (name in beside or packed(layer) != self.sealed.get(name)):
                 pack(layer)
 
 

@@ -186,6 +186,21 @@ class Plan:
         return self.packed_beside(self.to)
 
     @functools.cached_property
+    def packed_from(self) -> dict[str, frozenset[int]]:
+        """The numbers of the tensors that the weight of each layer of ``all_packed_beside`` is made of, by its name."""
+        of = {name: set[int]() for name in self.all_packed_beside}
+        if not of:
+            return {}
+        for i, routes in self.routes.by_entry.items():
+            for target in {route.target for route in routes if self.way(route.target) == "in place"}:
+                layer = self.layers[target.layer]
+                weight = _live(layer, target) if target.parameter in _before(layer) else None
+                for name, one in self.all_packed_beside.items():
+                    if any(p is weight for p in one._parameters.values() if p is not None):
+                        of[name].add(i)
+        return {name: frozenset(numbers) for name, numbers in of.items()}
+
+    @functools.cached_property
     def largest_packed(self) -> int:
         """The bytes of the largest weight that is packed anew for a kernel of a CPU; 0 if there is none."""
         if not next(self.model.parameters()).is_cpu:

@@ -42,7 +42,7 @@ from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.packing import keep_freed, pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import count_rows, inside
+from nemo_fp8.rollout.refit.worker.sinks import InPlace, count_rows, inside
 from nemo_fp8.rollout.refit.worker.staged import Staged
 from nemo_fp8.rollout.refit.worker.whole import Place
 
@@ -106,6 +106,8 @@ class Session:
         """How tensors are written that come whole; None where they take their sinks."""
         self.arrivals = plan.arrivals(self.sinks) if self.tabled and not verify else {}
         """How tensors are written that come in pieces; those that are not here take their sinks."""
+        self.packed = set[str]()
+        """The layers whose packed copy is of the weight as it is now."""
         self.sealing = False
         """Whether a push of changes may follow, which has to find out what others wrote in between."""
 
@@ -149,6 +151,8 @@ class Session:
             self.written = True
             self.table.write(places)
             self.table.tell([i for i, _ in places], self.tally)
+            for i, _ in places:
+                self._pack_what_waits_for(i)
 
     def _checked(self, piece: Any) -> Sequence[int]:
         """Return a piece that came from outside; raise PrecisionError if it does not fit the manifest."""
@@ -198,6 +202,7 @@ class Session:
         way.write(row, rows, *places)
         if self.rows[i] == self.plan.manifest[i].rows:
             way.tell(self.tally.facts[i])
+            self._pack_what_waits_for(i)
 
     def _bring(self, i: int, row: int, tensor: torch.Tensor, stays: bool) -> None:
         """Bring rows to where the parameters lie, and write them: some at a time, since a device may have little room
@@ -243,6 +248,25 @@ class Session:
             # Only now, even if this worker's part came earlier: all workers must process a layer at the same time.
             for staged in self.awaited.get(i, ()):
                 staged.complete(i)
+            self._pack_what_waits_for(i)
+
+    def _pack_what_waits_for(self, i: int) -> None:
+        """Pack the copies for which tensor ``i`` was the last to come: an output head's while the sender looks for what
+        follows it, and not when all wait for the end. Only a CPU's kernels have such copies."""
+        for name, numbers in self.plan.packed_from.items() if self.device.type == "cpu" else ():
+            if i in numbers and all(self.rows[n] == self.plan.manifest[n].rows for n in numbers):
+                self.pack(name)
+
+    def pack(self, name: str) -> None:
+        """Pack the copy beside a layer's weight, all of which has come."""
+        for sink in {self.sinks[route.target] for i in self.plan.packed_from[name] for route in self._routes(i)}:
+            if isinstance(sink, InPlace):
+                sink.fill()
+        pack(self.plan.all_packed_beside[name])
+        self.packed.add(name)
+
+    def _routes(self, i: int) -> list[Route]:
+        return self.plan.routes.by_entry.get(i, [])
 
     def _make(self, route: Route, i: int, tensor: torch.Tensor) -> None:
         """Take tensor ``i``, of which the loader makes values, and write these once all tensors for them have come."""
@@ -290,8 +314,9 @@ class Session:
         sinks = list(dict.fromkeys(self.sinks.values()))
         for sink in sinks:
             sink.finish()
-        for layer in self.plan.all_packed_beside.values():
-            pack(layer)
+        for name in self.plan.all_packed_beside:
+            if name not in self.packed:
+                self.pack(name)
         if self.verify:
             for sink in sinks:
                 sink.verify()

@@ -119,9 +119,13 @@ class InPlace(Sink):
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
         self._copy(route, row, values, inside(self.live, part_of(route, row, count_rows(values))))
 
-    def finish(self) -> None:
+    def fill(self) -> None:
+        """Write what no tensor brings."""
         for box, value in self.constants:
             inside(self.live, box).fill_(value)
+
+    def finish(self) -> None:
+        self.fill()
         for route, print_ in self.prints.items():
             self.facts[route.entry].count_nonfinite(
                 inside(self.live, route.to), self._experts(route, 0, rows_of(route))
