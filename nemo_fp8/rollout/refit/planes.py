@@ -235,7 +235,8 @@ class Room:
     def bytes(self, size: int) -> Bytes:
         """Return so many bytes on the CPU, or more; what was there is gone."""
         if len(self._bytes) < size:
-            self._bytes = np.empty(size, np.uint8)
+            # Not in numpy, which asks for huge pages: of each a few bytes would be used, and all of it cleared.
+            self._bytes = torch.empty(size, dtype=torch.uint8).numpy()
         return self._bytes
 
     def of(
