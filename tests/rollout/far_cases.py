@@ -7,10 +7,12 @@ vLLM in whatever comes later.
 
 import pytest
 import torch
-from rollout.test_reload import BLOCK, K_PROJ, differing, held
+from rollout.test_reload import BLOCK
 from support.rollout import far
-from support.rollout.in_process import Worker, build, weights_of
-from support.rollout.models import stacked
+from support.rollout.engines import MX
+from support.rollout.held import differing, held
+from support.rollout.in_process import Worker, build
+from support.rollout.models import K_PROJ, stacked, weights_of
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.mismatch.engine import read_back
@@ -22,7 +24,6 @@ from nemo_fp8.rollout.refit.manifest import Entry
 from nemo_fp8.rollout.refit.worker import session
 from nemo_fp8.rollout.refit.worker.transfer import Receiver
 
-MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 PLAIN = {"kernel": "decode", "unquantized": "rows"}  # what GPUs have: nothing is packed
 
 

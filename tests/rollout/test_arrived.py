@@ -4,8 +4,9 @@ Codes that come in pieces are in test_casting.py."""
 
 import pytest
 import torch
-from rollout.test_reload import differing, held
-from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.held import differing, held
+from support.rollout.in_process import Worker, build
+from support.rollout.models import weights_of
 
 from nemo_fp8.numerics.kernels import build as build_of_kernels
 from nemo_fp8.rollout import Refit

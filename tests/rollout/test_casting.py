@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollout.far_cases import MX, told
-from rollout.test_reload import Distant, differing, held
-from support.rollout.engines import fp8
-from support.rollout.in_process import Worker, build, weights_of
-from support.rollout.models import stacked
+from rollout.far_cases import told
+from support.rollout.engines import MX, fp8
+from support.rollout.held import differing, held
+from support.rollout.in_process import Remote, Worker, build
+from support.rollout.models import stacked, weights_of
 from support.rollout.servers import Served
 
 from nemo_fp8 import Precision
@@ -173,7 +173,7 @@ def test_large_tensors_alone_are_cast(checkpoint, put):
 
 
 def test_half_the_bytes_go_to_another_host(checkpoint, small, put):
-    worker, tensors = Distant(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    worker, tensors = Remote(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
     receipt = Refit(worker, chunk=2**20).push(tensors).require()
     assert put
     assert worker.carried == receipt.bytes < 0.8 * sum(t.nbytes for t in tensors.values())

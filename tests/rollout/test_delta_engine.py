@@ -12,14 +12,10 @@ from safetensors.torch import load_file
 from support import ROOT, TESTS
 from support.rollout import servers
 from support.rollout.engines import SMALL, fp8, log_probs
+from support.rollout.models import stepped, weights_of
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.rollout import Refit
-
-
-def stepped(tensors, size=1e-4):
-    draws = torch.Generator().manual_seed(0)
-    return {name: (t.float() + size * torch.randn(t.shape, generator=draws)).to(t.dtype) for name, t in tensors.items()}
 
 
 def _dying(tensors, after):
@@ -30,20 +26,20 @@ def _dying(tensors, after):
 def test_changes_in_an_engine(engine, checkpoint):
     """As a push of everything leaves it; taken back, and served, where the sender dies between two patches."""
     llm = engine(checkpoint("qwen3", 0), apart=True, **fp8())
-    tensors = load_file(checkpoint("qwen3", 0) / "model.safetensors")
-    Refit(llm).push(stepped(tensors)).require()
+    tensors = weights_of(checkpoint("qwen3", 0))
+    Refit(llm).push(stepped(tensors, size=1e-4)).require()
     expected = log_probs(llm, 1, 200)
 
     refit = Refit(llm, chunk=2**20)
     assert refit.push(tensors, delta=True).require().delta.instead
     assert torch.equal(log_probs(llm, 1, 200), llm.as_started)
-    receipt = refit.push(stepped(tensors), delta=True).require()
+    receipt = refit.push(stepped(tensors, size=1e-4), delta=True).require()
     assert (receipt.delta.instead, receipt.verified, receipt.prefix_cache_reset) == ("", True, True)
     assert receipt.bytes < receipt.delta.full_bytes / 4
     assert torch.equal(log_probs(llm, 1, 200), expected)
 
     with pytest.raises(ConnectionError):
-        refit.push(_dying(stepped(tensors, 1.0), 40), delta=True)
+        refit.push(_dying(stepped(tensors, size=1.0), 40), delta=True)
     assert torch.equal(log_probs(llm, 1, 200), expected)
     again = refit.push(tensors, delta=True).require()
     assert again.delta.instead
@@ -57,7 +53,7 @@ def test_changes_in_an_engine_on_a_loop(checkpoint):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    tensors = load_file(checkpoint("qwen3", 0) / "model.safetensors")
+    tensors = weights_of(checkpoint("qwen3", 0))
 
     async def ask(llm, number):
         asked = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5)
@@ -68,7 +64,9 @@ def test_changes_in_an_engine_on_a_loop(checkpoint):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(checkpoint("qwen3", 0)), **(SMALL | fp8())))
         try:
             refit, before = Refit(llm, chunk=2**20), await ask(llm, 0)
-            for number, (weights, all_) in enumerate(((tensors, True), (stepped(tensors), False), (tensors, False))):
+            for number, (weights, all_) in enumerate(
+                ((tensors, True), (stepped(tensors, size=1e-4), False), (tensors, False))
+            ):
                 receipt = (await asyncio.to_thread(refit.push, weights, delta=True)).require()
                 assert bool(receipt.delta.instead) == all_
                 assert (await ask(llm, number + 1) == before) == (weights is tensors)
@@ -79,7 +77,7 @@ def test_changes_in_an_engine_on_a_loop(checkpoint):
             await llm.resume_generation()
             (await asyncio.to_thread(refit.push, tensors, delta=True)).require()
             with pytest.raises(ConnectionError):
-                await asyncio.to_thread(refit.push, _dying(stepped(tensors, 1.0), 40), delta=True)
+                await asyncio.to_thread(refit.push, _dying(stepped(tensors, size=1.0), 40), delta=True)
             assert await ask(llm, 9) == before
         finally:
             llm.shutdown()
@@ -93,7 +91,7 @@ import os, signal, sys
 from safetensors.torch import load_file
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.refit.wire import Body, SharedMemory
-from rollout.test_delta_engine import stepped
+from support.rollout.models import stepped, weights_of
 
 tensors = load_file(sys.argv[2])
 refit = Refit(sys.argv[1], chunk=2**20, transport=sys.argv[3])
@@ -107,7 +105,7 @@ def die_after_two(self, pieces, used):
     sent.append(send(self, pieces, used))
 
 way.send = die_after_two
-refit.push(stepped(tensors, 1.0), delta=True)
+refit.push(stepped(tensors, size=1.0), delta=True)
 """
 
 
@@ -130,7 +128,7 @@ def test_a_server_whose_sender_was_killed_answers_with_the_weights_of_before(che
         assert torch.equal(served.log_probs(1, 24), before)  # it waited for a minute
         refit = Refit(served.url, transport=transport)
         tensors = load_file(weights)
-        assert refit.push(stepped(tensors), delta=True).require().after_failure == ""
+        assert refit.push(stepped(tensors, size=1e-4), delta=True).require().after_failure == ""
         changed = served.log_probs(1, 24)
         assert not torch.equal(changed, before)
         assert refit.push(tensors, delta=True).require().delta.instead == ""

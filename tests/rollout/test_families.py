@@ -9,11 +9,11 @@ import json
 import pytest
 from support import ROOT
 from support.rollout import families, family_trial
+from support.rollout.engines import MX
 
 # A plain loader; experts that stay in BF16; rows in another order; A = -exp(A_log) beside attention; a partial; one
 # that multiplies weights once and notes that it has.
 SOME = ("llama", "gpt_oss", "llama4", "gpt_neox", "nemotron_h", "minimax_m2", "longcat_flash")
-MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 ROWS = {"rollout": "compute", "unquantized": "rows"}
 CONTRACTS = {
     "MXFP8": MX,

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rollout.test_reload import BLOCK, differing, held
+from rollout.test_reload import BLOCK
+from support.rollout.held import differing, held
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, convert_to_fp8_moe_kernel_format
 

@@ -5,9 +5,9 @@ import threading
 import time
 
 import pytest
-from rollout.test_delta import Carrying, fresh, of, stepped
-from rollout.test_reload import differing
-from support.rollout.in_process import build, weights_of
+from support.rollout.held import differing, fresh, held_by
+from support.rollout.in_process import Remote, build
+from support.rollout.models import stepped, weights_of
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.kernels import build as build_of_kernels
@@ -18,7 +18,7 @@ from nemo_fp8.rollout.refit.wire import Body, SharedMemory
 WAYS = {"memory": SharedMemory, "http": Body}
 
 
-class Slow(Carrying):
+class Slow(Remote):
     """Answers to ``begin`` when ``answers_after`` says so, as ``changed`` makes of it, and notes what it was asked."""
 
     def __init__(self, model):
@@ -60,7 +60,7 @@ def until_all_are_given(given):
 def holds(worker, receipt, checkpoint, tensors):
     """Whether an engine has, and tells of, what one has that was pushed into but once."""
     expected, bits = fresh(checkpoint("qwen3", 0), tensors)
-    return differing(of(worker), bits) == [] and receipt.fingerprint == expected.fingerprint
+    return differing(held_by(worker), bits) == [] and receipt.fingerprint == expected.fingerprint
 
 
 def test_all_buffers_are_filled_and_then_sent_in_their_order(checkpoint, pushed):
@@ -119,14 +119,14 @@ def test_another_answer_than_the_last_throws_away_what_was_filled(checkpoint, pu
 
 def test_a_refusal_leaves_what_was_filled_and_nobody_hears_of_an_end(pushed):
     worker, refit, tensors, given = pushed
-    before = of(worker)
+    before = held_by(worker)
     worker.answers_after = lambda: until_all_are_given(given)
     worker.changed = lambda answer: answer | {"problems": [["what", "why", "remedy"]]}
     with pytest.raises(PrecisionError, match="what"):
         refit.push(stepped(tensors))
     assert worker.heard == ["begin"]
     assert worker.refuses == ""
-    assert differing(of(worker), before) == []
+    assert differing(held_by(worker), before) == []
 
 
 def test_an_interrupt_changes_nothing(checkpoint, pushed, monkeypatch):
@@ -134,7 +134,7 @@ def test_an_interrupt_changes_nothing(checkpoint, pushed, monkeypatch):
     worker, refit, tensors, _ = pushed
     refit.push(tensors, delta=True).require()
     worker.heard.clear()
-    before, after, interrupted = of(worker), stepped(tensors, size=1.0), threading.Event()
+    before, after, interrupted = held_by(worker), stepped(tensors, size=1.0), threading.Event()
     worker.answers_after = lambda: interrupted.wait(20)
     way = WAYS[refit.transport]
     with monkeypatch.context() as patched:
@@ -143,7 +143,7 @@ def test_an_interrupt_changes_nothing(checkpoint, pushed, monkeypatch):
             refit.push(after)
     assert worker.heard == ["begin", "abandon"]
     assert worker.refuses == ""
-    assert differing(of(worker), before) == []
+    assert differing(held_by(worker), before) == []
     worker.answers_after = lambda: None
     receipt = refit.push(after, delta=True).require()
     assert receipt.delta.instead == ""

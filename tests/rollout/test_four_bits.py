@@ -3,7 +3,8 @@
 import pytest
 import torch
 from support.rollout import engines
-from support.rollout.in_process import build, call, weights_of
+from support.rollout.in_process import build, call
+from support.rollout.models import weights_of
 
 from nemo_fp8 import Precision, PrecisionError
 from nemo_fp8.rollout import engine_args

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.rollout import engines, models
-from support.rollout.in_process import Worker, build, same_bits, weights_of
+from support.rollout.engines import MX
+from support.rollout.in_process import Worker, build, same_bits
+from support.rollout.models import weights_of
 
 from nemo_fp8 import Precision, PrecisionError
 from nemo_fp8.contract import Operand
@@ -241,7 +243,6 @@ def test_hard_weights_are_held_as_quantized_and_bad_ones_told(pushed, of, proble
         assert problems == [] or not answer.any()
 
 
-MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 # What a product is of, behind one value of a weight that is none: the rows of up_proj that are not finite, of 512.
 BROKEN = {
     "nvfp4": ({"rollout": "nvfp4"}, {"nan": 512, "inf": 512}),

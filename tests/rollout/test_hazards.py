@@ -8,7 +8,8 @@ import textwrap
 import pytest
 from rollout import test_reload, test_selection
 from rollout.test_refit import WRONG
-from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.in_process import Worker, build
+from support.rollout.models import weights_of
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout import Refit

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from support.rollout.in_process import call, reference, same_bits, weights_of
+from support.rollout.engines import MX
+from support.rollout.in_process import call, reference, same_bits
+from support.rollout.models import weights_of
 
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
 
 QKV = ("q_proj", "k_proj", "v_proj")
 POW2 = {"weight_scale": "pow2", "activation_scale": "pow2"}
-MX = {"rollout_block": "1x32", **POW2}
 LAYER = "model.layers.1"
 
 

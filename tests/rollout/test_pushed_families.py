@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 import torch
-from rollout.test_reload import differing, held
 from safetensors.torch import save_file
 from support.rollout import families
 from support.rollout.family_trial import HeldWorker, as_taken
-from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.held import differing, held
+from support.rollout.in_process import Worker, build
+from support.rollout.models import weights_of
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from support.rollout import servers, unfinished
 from support.rollout.engines import SMALL, fp8, log_probs
+from support.rollout.models import K_PROJ
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
@@ -25,7 +26,6 @@ from nemo_fp8.rollout.refit import Manifest, fingerprint
 from nemo_fp8.rollout.refit.control import Offline
 from nemo_fp8.rollout.refit.memory import Shared
 
-K_PROJ = "model.layers.2.self_attn.k_proj.weight"
 ENGINES = {
     "qwen3": ("qwen3", {}),
     "llama_tied": ("llama_tied", {"weight_scale": "pow2", "first_layers": 1}),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.rollout import models, refit_matrix
-from support.rollout.engines import fp8, log_probs
+from support.rollout.engines import MX, fp8, log_probs
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.rollout import Refit, engine_args
@@ -57,9 +57,6 @@ def test_fifty_pushes_leave_memory_flat(executor):
     )  # before the engine is asked again, which takes memory of its own
     assert after_warm_up > 0
     assert at_end - after_warm_up < 1024, json.dumps(told["rss_kb"])
-
-
-MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 
 
 @pytest.mark.long

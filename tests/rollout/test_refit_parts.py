@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import re
 import signal
@@ -96,7 +97,9 @@ def test_layers_are_gathered_in_huge_pages():
     """What Linux is asked for stands in its list of the process's memory, for each mapping."""
     from nemo_fp8.rollout.refit.worker.packing import StagingMemory
 
-    like = torch.arange(2.0**22).view(2048, 2048)
+    # Memory of its own: numpy asks for huge pages, too, and malloc gives its memory again.
+    like = torch.frombuffer(mmap.mmap(-1, 2**24), dtype=torch.float32).view(2048, 2048)
+    torch.arange(2.0**22, out=like.view(-1))
     assert "hg" not in _flags_of(like)
     gathered = StagingMemory().take(like, CPU)
     assert "hg" in _flags_of(gathered)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout.test_reload import differing, held
-from support.rollout.in_process import Worker, build, weights_of
-from support.rollout.models import stacked
+from support.rollout.held import differing, held
+from support.rollout.in_process import Worker, build
+from support.rollout.models import K_PROJ, stacked, weights_of
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
@@ -32,7 +32,6 @@ from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
 
-K_PROJ = "model.layers.2.self_attn.k_proj.weight"
 BLOCK = Operand("e4m3", (128, 128), "fp32")
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.rollout import models
-from support.rollout.in_process import build, weights_of
+from support.rollout.in_process import build
+from support.rollout.models import weights_of
 from vllm import envs
 
 from nemo_fp8.contract import Operand, Precision

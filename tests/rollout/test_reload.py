@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.rollout import kept_memory
-from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.engines import MX
+from support.rollout.held import differing, held
+from support.rollout.in_process import Remote, Worker, build
+from support.rollout.models import K_PROJ, NORM, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8.contract import Operand
@@ -31,10 +34,8 @@ from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
 
-MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 BLOCK = Operand("e4m3", (128, 128), "fp32")
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -60,33 +61,6 @@ def push(model, tensors, size=2**18, order=list):
         finally:
             shared.close()
     return session
-
-
-def held(model):
-    """Every bit that a model holds: its parameters and buffers, and what a kernel packed beside them, by what it
-    answers."""
-    tensors = model.state_dict() | dict(model.named_buffers())  # those that no checkpoint has, too
-    found = {name: tensor.detach().clone().reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
-    draws = torch.Generator().manual_seed(0)
-    for name, layer in model.named_modules():
-        for key, packed in vars(getattr(layer, "impl", None) or object).items():  # what MLA makes of kv_b_proj for AMX
-            if key in ("_w_uk_packed", "_w_uv_packed", "_w_scale") and packed is not None:
-                found[f"{name} {key}"] = packed.clone().reshape(-1).view(torch.uint8)
-        if "cpu_linear" in vars(layer) and not getattr(layer, "_cpu_skip_gemm_dispatch", False):
-            columns = next(
-                vars(layer)[key]
-                for key in ("input_size_per_partition", "input_size", "embedding_dim")
-                if key in vars(layer)
-            )
-            x = torch.randn(3, columns, generator=draws).to(getattr(layer, "params_dtype", torch.bfloat16))
-            found[f"{name} answers"] = layer.quant_method.apply(layer, x).reshape(-1).view(torch.uint8)
-    return found
-
-
-def differing(a, b):
-    return sorted(
-        name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])
-    )
 
 
 def shuffled(pairs):
@@ -568,19 +542,8 @@ def test_a_head_that_nothing_was_compared_with_is_not_passed_over(checkpoint, sh
             Refit(worker).push(tensors | {HEAD: head})
 
 
-class Distant(Worker):
-    """A worker on another host, as far as a push can tell."""
-
-    local, carried = False, 0
-
-    def carry(self, message, body):
-        self.carried += len(body)
-        with Shared.holding(body) as shared:
-            return self.call("write", message | {"memory": shared.handle})
-
-
 def test_bytes_go_along_to_another_host(checkpoint):
-    worker, tensors = Distant(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    worker, tensors = Remote(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
     receipt = Refit(worker, chunk=2**20).push(tensors, verify=True).require()
     assert worker.carried >= receipt.bytes == sum(t.nbytes for t in tensors.values())
     assert receipt.fingerprint == Refit(Worker(build(checkpoint("qwen3", 0)))).push(tensors).fingerprint

@@ -4,7 +4,7 @@ writes all there is."""
 import pytest
 import torch
 from support.rollout import engines
-from support.rollout.in_process import weights_of
+from support.rollout.models import weights_of
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rollout.test_reload import differing, held
-from support.rollout.in_process import Worker, build, weights_of
-from support.rollout.models import stacked
+from support.rollout.held import differing, held
+from support.rollout.in_process import Worker, build
+from support.rollout.models import stacked, weights_of
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics import quantize

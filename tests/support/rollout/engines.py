@@ -90,6 +90,10 @@ def log_probs(llm, count=8, length=24, **request):
     return torch.tensor(rows)
 
 
+MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
+"""The fields of a contract of MXFP8."""
+
+
 def fp8(**fields):
     """Engine arguments for an FP8 rollout under this contract."""
     from nemo_fp8.contract import Precision

@@ -18,7 +18,9 @@ from nemo_fp8.rollout.engine.report import grid_report
 from nemo_fp8.rollout.engine.selection import in_every_layer
 from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
 from support.rollout import engines, families
-from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.held import differing, held
+from support.rollout.in_process import Worker, build
+from support.rollout.models import weights_of
 
 
 class HeldWorker(Worker, NemoFp8Held):
@@ -61,8 +63,6 @@ def no_engine(root, family):
 
 def in_memory(root, family, **contract):
     """What a model of this family holds in FP8, what its loader computes, and what a push left unlike a load."""
-    from rollout.test_reload import differing, held
-
     old, new = folders(root, family)
     worker = HeldWorker(build(old, **contract))
     model = worker.model_runner.get_model()

@@ -12,6 +12,7 @@ import torch
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
 from nemo_fp8.rollout.refit.control import PREFIX
+from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
 from support.rollout.engines import SMALL, fp8, one_worker
 from support.rollout.worker_check import same_bits as same_bits
@@ -71,11 +72,15 @@ class Worker(NemoFp8Held):
         return True
 
 
-def weights_of(folder):
-    """Every tensor of a checkpoint, by its Hugging Face name."""
-    from safetensors.torch import load_file
+class Remote(Worker):
+    """Such a worker on another host, as far as a push can tell: it takes the bytes of a message, as a server does."""
 
-    return load_file(folder / "model.safetensors")
+    local, carried = False, 0
+
+    def carry(self, message, body):
+        self.carried += len(body)
+        with Shared.holding(body) as memory:
+            return self.call("write", message | {"memory": memory.handle})
 
 
 def reference(weight, block=(128, 128), kind="fp32"):

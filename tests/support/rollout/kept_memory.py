@@ -30,7 +30,8 @@ def main(_executor, answer, folder):
     from nemo_fp8.rollout.refit.worker import session
     from nemo_fp8.rollout.refit.worker.plan import Plan
     from support.rollout import models
-    from support.rollout.in_process import build, weights_of
+    from support.rollout.in_process import build
+    from support.rollout.models import weights_of
 
     shape = {"hidden": 1024, "layers": 1, "intermediate": 12288}
     paths = [models.write(Path(folder) / str(i), "qwen3", i, **shape) for i in (0, 1)]

@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 512
+# Two names of tensors that every kind has.
+K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 # What differs from the family's own shape: Llama's head is tied or not, and `wide` is for tensor parallelism.
 KINDS = {
@@ -128,11 +130,20 @@ def write_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
+def weights_of(folder):
+    """Every tensor of a checkpoint, by its Hugging Face name."""
+    return load_file(folder / "model.safetensors")
+
+
 def tensors_of(folder):
     """Names and tensors of a checkpoint, as a trainer would push them."""
-    from safetensors.torch import load_file
+    return weights_of(folder).items()
 
-    return load_file(folder / "model.safetensors").items()
+
+def stepped(tensors, seed=0, size=1e-5):
+    """The tensors after a step of an optimizer, as far as a push can tell: most BF16 values stay."""
+    draws = torch.Generator().manual_seed(seed)
+    return {name: (t.float() + size * torch.randn(t.shape, generator=draws)).to(t.dtype) for name, t in tensors.items()}
 
 
 def stacked(tensors):
