@@ -68,7 +68,7 @@ class PrecisionError(ValueError):
         return type(self), (self.problems,)
 
 
-def unknown(kind: str, given: object, known: Iterable[str]) -> Problem:
+def unknown(kind: str, given: object, known: Iterable[object]) -> Problem:
     """Return the problem of an unknown name, with the nearest known one as the remedy."""
     names = [str(name) for name in known]
     close = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)

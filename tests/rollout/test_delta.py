@@ -88,6 +88,27 @@ def test_nothing_changed_is_nothing_sent(checkpoint):
     assert (receipt.bytes, receipt.chunks, receipt.delta.changed, receipt.delta.confirmed) == (0, 0, 0, 47)
 
 
+@pytest.mark.parametrize(("made", "transport", "travels"), [
+    (Worker, "auto", False), (Remote, "auto", True), (Remote, "memory", False), (Worker, "memory", False),
+])  # fmt: skip
+def test_auto_sends_changes_where_bytes_travel(checkpoint, made, transport, travels):
+    """And everything through shared memory, without a ledger."""
+    worker, tensors = made(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker, chunk=2**20, transport=transport)
+    assert (refit.push(tensors, delta="auto").require().delta is not None) == travels
+    after = stepped(tensors)
+    receipt = refit.push(after, delta="auto").require()
+    assert (refit.ledger is not None) == travels
+    assert receipt.delta.instead == "" if travels else receipt.delta is None
+    assert differing(held_by(worker), fresh(checkpoint("qwen3", 0), after)[1]) == []
+
+
+def test_no_other_delta_is_known(checkpoint):
+    worker = Worker(build(checkpoint("qwen3", 0)))
+    with pytest.raises(PrecisionError, match="Did you mean 'auto'"):
+        Refit(worker).push(weights_of(checkpoint("qwen3", 1)), delta="autos")
+
+
 @pytest.mark.parametrize("once", [False, True], ids=["mapping", "iterator"])
 def test_changes_are_looked_for_while_the_engine_answers(checkpoint, monkeypatch, once):
     """But not in an iterator, of which everything would have to be pushed if the engine refuses."""

@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -42,9 +42,10 @@ from nemo_fp8.rollout.refit.ledger import Filled, Ledger
 from nemo_fp8.rollout.refit.manifest import LONGEST_NAME, Entry, Manifest, is_version, pairs
 from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
-from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, raise_problems, transport_of
+from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, raise_problems, transport_of, way_of
 
 TRANSPORTS = ("auto", "memory", "http")
+DELTAS = (False, True, "auto")
 CHUNK = 256 * 2**20  # bytes of all buffers of a push together, at most
 
 
@@ -97,7 +98,7 @@ class Refit:
         *,
         manifest: Any = None,
         verify: bool = False,
-        delta: bool = False,
+        delta: bool | Literal["auto"] = False,
         weight_version: str | None = None,
     ) -> Receipt:
         """Write tensors into the engine, and return the receipt.
@@ -108,8 +109,10 @@ class Refit:
         own checkpoint holds. ``verify`` compares every code and scale with the reference cast, and reads the engine's
         memory back. ``delta`` sends only what has changed since the last push with ``delta`` through this object
         (:mod:`nemo_fp8.rollout.refit.ledger`). The first one sends everything, and so does one that does not fit the
-        engine: ``receipt.delta.instead`` says why. ``weight_version`` is what vLLM calls the weights from now on, in
-        ``get_weight_version()`` and in the ``weight_versions`` of completions; without it the push's number.
+        engine: ``receipt.delta.instead`` says why. ``delta="auto"`` does so where bytes travel, over HTTP, and sends
+        everything through shared memory, where they cost next to nothing. ``weight_version`` is what vLLM calls the
+        weights from now on, in ``get_weight_version()`` and in the ``weight_versions`` of completions; without it the
+        push's number.
 
         Raises PrecisionError if the engine refuses the manifest, a tensor is not as announced, or the push dies.
         """
@@ -119,8 +122,11 @@ class Refit:
                 f"vLLM names weights by a text, and a push takes one of {LONGEST_NAME} printable characters at most.",
                 "Give a text, such as 'step 7'.",
             )
+        if delta not in DELTAS:
+            raise PrecisionError([unknown("delta", delta, DELTAS)])
+        changes = way_of(self.transport, self.control) == "http" if delta == "auto" else bool(delta)
         with self._alone:
-            return self._push(named_tensors, manifest, verify, delta, weight_version)
+            return self._push(named_tensors, manifest, verify, changes, weight_version)
 
     def _push(
         self, named_tensors: Any, manifest: Any, verify: bool, delta: bool, weight_version: str | None

@@ -290,6 +290,14 @@ class Body:
         self.both.clear()
 
 
+def way_of(name: str, control: Control) -> str:
+    """Return ``memory`` or ``http``, whichever is meant; ``auto`` is memory if the engine may be on this host."""
+    if name != "auto":
+        return name
+    local = not isinstance(control, Carrier) or control.local
+    return "memory" if local and hasattr(os, "memfd_create") else "http"
+
+
 def transport_of(
     name: str,
     control: Control,
@@ -300,15 +308,12 @@ def transport_of(
     kept: Shared | None = None,
     mapped: MutableSet[Shared] | None = None,
 ) -> Transport:
-    """Return the transport of that name; ``auto`` is shared memory if the engine may be on this host, else HTTP.
+    """Return the transport of that name, as ``way_of`` has it.
 
     ``chunk`` bounds the bytes of all buffers together; a tensor of ``whole`` may need more. ``kept`` are the buffers of
     an earlier push, to be used again, and ``mapped`` is what these workers have mapped; more is added to it.
     """
-    local = not isinstance(control, Carrier) or control.local
-    if name == "auto":
-        name = "memory" if local and hasattr(os, "memfd_create") else "http"
-    way = SharedMemory if name == "memory" else Body
+    way = SharedMemory if way_of(name, control) == "memory" else Body
     size = capacity(manifest, min(chunk // way.buffers, way.most), whole)
     if way is Body:
         return Body(control, size)

@@ -49,8 +49,7 @@ class Plan:
     def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
         self.model, self.manifest = model, manifest
         self._ways: dict[Target, str] = {}
-        self._table: Table | None = None
-        self._arrivals: tuple[list[Held], dict[int, Arrived | Copied]] | None = None
+        self._kept_ways: tuple[list[Held], Table, dict[int, Arrived | Copied]] | None = None
         self._kept: tuple[dict[int, Keeping], list[list[int]]] | None = None
         self._castable: dict[int, Operand | None] | None = None
         self.layers: dict[str, Any] = dict(model.named_modules())
@@ -148,18 +147,13 @@ class Plan:
             sinks |= dict.fromkeys(targets, sink)
         return sinks
 
-    def table(self, sinks: dict[Target, Sink]) -> Table:
-        """Return the table of the tensors that these sinks can write by one call; it is made again where they moved."""
-        if self._table is None or self._table.places != places_of(sinks):
-            self._table = Table(self, sinks)
-        return self._table
-
-    def arrivals(self, sinks: dict[Target, Sink]) -> dict[int, Arrived | Copied]:
-        """Return the ways of tensors that come in pieces, likewise."""
+    def kept_ways(self, sinks: dict[Target, Sink]) -> tuple[Table, dict[int, Arrived | Copied]]:
+        """Return the table of the tensors that these sinks can write by one call, and the ways of those that come in
+        pieces. Both are kept as long as the sinks write where they did."""
         places = places_of(sinks)
-        if self._arrivals is None or self._arrivals[0] != places:
-            self._arrivals = places, arrivals(self, sinks)
-        return self._arrivals[1]
+        if self._kept_ways is None or self._kept_ways[0] != places:
+            self._kept_ways = places, Table(self, sinks), arrivals(self, sinks)
+        return self._kept_ways[1:]
 
     def kept(self, sinks: dict[Target, Sink]) -> tuple[dict[int, Keeping], list[list[int]]]:
         """Return what ``kept_by`` says of this plan; the sinks of any push of it are as good."""

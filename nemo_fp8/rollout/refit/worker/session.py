@@ -44,7 +44,7 @@ from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import InPlace, count_rows, inside
 from nemo_fp8.rollout.refit.worker.staged import Staged
-from nemo_fp8.rollout.refit.worker.whole import Place
+from nemo_fp8.rollout.refit.worker.whole import Place, Table
 
 Answer = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -102,10 +102,12 @@ class Session:
                 self.awaited[i].append(sink)
         self.waiting: dict[Route, dict[int, torch.Tensor]] = {}
         """Tensors that came of which the loader makes values together with others."""
-        self.table = plan.table(self.sinks) if self.tabled and not verify else None
+        self.table: Table | None = None
         """How tensors are written that come whole; None where they take their sinks."""
-        self.arrivals = plan.arrivals(self.sinks) if self.tabled and not verify else {}
+        self.arrivals: dict[int, Arrived | Copied] = {}
         """How tensors are written that come in pieces; those that are not here take their sinks."""
+        if self.tabled and not verify:
+            self.table, self.arrivals = plan.kept_ways(self.sinks)
         self.packed = set[str]()
         """The layers whose packed copy is of the weight as it is now."""
         self.sealing = False

@@ -67,11 +67,10 @@ class Way(NamedTuple):
 
 
 class Table:
-    """The tensors of a plan that can be written whole, and what the last push brought of them."""
+    """The tensors of a plan that can be written whole, and what the last push brought of them. It is right as long as
+    the sinks write where they do now (``places_of``)."""
 
     def __init__(self, plan: Plan, sinks: Mapping[Target, Sink]) -> None:
-        self.places = places_of(sinks)
-        """Where the sinks write; the table is right as long as they write there."""
         self._copied, self._cast = dict[int, Way](), dict[int, Way]()
         copies, casts, scales, dtypes = list[SumsJob](), list[CastJob](), list[SumsJob](), list[torch.dtype]()
         for i, (route, *others) in plan.routes.by_entry.items() if build.library() is not None else ():
