@@ -776,16 +776,21 @@ def test_no_body_is_believed(method, body, headers, words):
     assert door.engine.asked == []
 
 
+def _readings(receive):
+    """Both ways in which a body is read."""
+    yield endpoints._message({"headers": [(b"content-length", b"33554432")]}, receive)
+    yield endpoints._body(receive, memoryview(bytearray(1 << 25)))
+
+
 def test_a_body_that_never_comes_is_given_up(monkeypatch):
     monkeypatch.setattr(endpoints, "SILENCE", 0.1)
 
     async def never():
         await asyncio.Event().wait()
 
-    scope = {"headers": [(b"content-length", b"33554432")]}
-    for read in (endpoints._message, endpoints._body):
+    for reading in _readings(never):
         with pytest.raises(PrecisionError, match="Nothing of it came for"):
-            asyncio.run(asyncio.wait_for(read(scope, never), 5))
+            asyncio.run(asyncio.wait_for(reading, 5))
 
 
 def test_a_body_that_comes_byte_by_byte_is_given_up(monkeypatch):
@@ -796,10 +801,9 @@ def test_a_body_that_comes_byte_by_byte_is_given_up(monkeypatch):
         await asyncio.sleep(0.05)
         return {"type": "http.request", "body": b"\x01", "more_body": True}
 
-    scope = {"headers": [(b"content-length", b"33554432")]}
-    for read in (endpoints._message, endpoints._body):
+    for reading in _readings(a_byte):
         with pytest.raises(PrecisionError, match=r"Only [1-4] bytes of it came in"):
-            asyncio.run(asyncio.wait_for(read(scope, a_byte), 5))
+            asyncio.run(asyncio.wait_for(reading, 5))
 
 
 def test_a_large_body_has_the_time_that_it_needs(monkeypatch):
@@ -836,24 +840,45 @@ def _problem(row):
 
 
 def test_the_bytes_behind_a_message_lie_in_memory_that_workers_can_open():
+    """Which is used again for the next ones: no worker is told of bytes that an earlier body has left."""
+    import torch
+
     from nemo_fp8.rollout.refit.memory import Opened
 
-    seen = {}
+    seen = []
 
     class Reading(Engine):
         async def collective_rpc(self, method, args):
-            seen.update(args[0])
-            memory = Opened(args[0]["memory"])
-            import torch
-
-            seen["bytes"] = memory.read(0, torch.uint8, (5,)).tolist()
+            memory = Opened(args[0]["memory"]).first(args[0]["used"])
+            seen.append((args[0]["memory"], memory.read(0, torch.uint8, (memory.size,)).tolist()))
             return [{}]
 
-    body = _with_message({"push": "a", "pieces": [], "memory": "of the sender's choice"}, bytes([1, 2, 3, 4, 5]))
-    assert asyncio.run(Door(Reading()).knock(f"{ROUTE}/bytes", body))[0] == 200
-    assert seen["bytes"] == [1, 2, 3, 4, 5]
-    with pytest.raises(PrecisionError, match="refused"):
-        Opened(seen["memory"])  # it is gone with the request
+    door, mine = Door(Reading()), {"push": "a", "pieces": [], "memory": "of the sender's choice", "used": 1 << 40}
+    for content in ([1, 2, 3, 4, 5], [6, 7], [*range(250)]):
+        body = _with_message(mine, bytes(content))
+        assert asyncio.run(door.knock(f"{ROUTE}/bytes", body))[0] == 200
+        assert seen[-1][1] == content
+    assert seen[0][0] == seen[1][0]
+    assert seen[2][0] != seen[0][0]  # which was too small
+
+
+def test_memory_that_a_worker_may_still_read_is_not_used_again():
+    """Its answer did not come: the next bytes come to other memory, and that of before is freed."""
+    from nemo_fp8.rollout.refit.memory import Opened
+
+    seen = []
+
+    class Failing(Engine):
+        async def collective_rpc(self, method, args):
+            seen.append(args[0]["memory"])
+            raise OverflowError("int too big")
+
+    door, body = Door(Failing()), _with_message({"push": "a", "pieces": []}, b"12345")
+    for _ in range(2):
+        assert asyncio.run(door.knock(f"{ROUTE}/bytes", body))[0] == 400
+        with pytest.raises(PrecisionError, match="refused"):
+            Opened(seen[-1])
+    assert seen[0] != seen[1]
 
 
 def test_on_both_ways_the_sender_says_what_becomes_of_running_requests(monkeypatch):

@@ -1,5 +1,6 @@
 """What a push is made of, without an engine: manifests, chunks, shared memory, fingerprints, the receipt's words."""
 
+import gc
 import json
 import math
 import mmap
@@ -8,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,16 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import Entry, Manifest, Refit, fingerprint
 from nemo_fp8.rollout.refit.control import refusal
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
-from nemo_fp8.rollout.refit.memory import MOST_MAPPED, Mappings, Opened, Shared, SharedWeights
+from nemo_fp8.rollout.refit.memory import (
+    BUFFERS,
+    MOST_MAPPED,
+    MOST_SPARE,
+    Mappings,
+    Opened,
+    Shared,
+    SharedWeights,
+    Spare,
+)
 from nemo_fp8.rollout.refit.receipt import receipt
 from nemo_fp8.rollout.refit.wire import capacity, cut
 from nemo_fp8.rollout.refit.worker.layouts import Facts, Tally
@@ -206,6 +217,83 @@ def test_a_worker_keeps_a_few_mappings_of_senders_that_live():
     while len(mappings):
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_mappings_that_come_and_go_leave_no_thread_and_no_descriptor():
+    """Of more senders than are kept, in turns, and of handles in which something else stands as well."""
+    mappings, senders = Mappings(), [Shared(4096) for _ in range(MOST_MAPPED + 2)]
+
+    def counted():
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    for sender in senders:
+        mappings.opened(sender.handle)
+    threads, files = counted()
+    for i in range(20):
+        for sender in senders:
+            mappings.opened(sender.handle | {"junk": i})
+    assert counted() == (threads, files)
+    assert len(mappings) == MOST_MAPPED
+    for sender in senders:
+        sender.close()
+    while len(mappings) or threading.active_count() == threads:
+        time.sleep(0.01)
+    late = Shared(4096)  # and its end is seen, too
+    mappings.opened(late.handle)
+    late.close()
+    end = time.monotonic() + 20
+    while len(mappings):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_spare_memory_is_lent_again():
+    """To a body that is not much longer; not what was much larger than any, nor what a worker may still read."""
+    spare, handles = Spare(), []
+    for size in (5000, 8192, 8193, 100, 2 * MOST_SPARE):
+        with spare.lent(size) as shared:
+            assert shared.size >= size
+            handles.append(shared.handle)
+    assert handles[0] == handles[1] == handles[3] != handles[2]
+    assert _is_refused(handles[4])
+    with spare.lent(1) as one, spare.lent(1) as two, spare.lent(1) as three:
+        kept = [shared.handle for shared in (one, two, three)]
+    assert sorted(one == two for one in handles[:3:2] for two in kept) == [False] * 4 + [True] * 2
+    found = [handle for handle in kept if not _is_refused(handle)]
+    assert len(found) == BUFFERS
+    with pytest.raises(KeyError) as caught:
+        _die_holding(spare)
+    (there,) = caught.value.args
+    assert there["used"] == 3
+    assert _is_refused(there["memory"])
+
+
+def _die_holding(spare):
+    with spare.holding(b"123") as there:
+        raise KeyError(there)
+
+
+def _is_refused(handle):
+    try:
+        Opened(handle)
+    except PrecisionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("size", [-1, 4097, 1 << 40, "5", None, 3.0, True], ids=str)
+def test_no_more_of_a_memory_is_used_than_there_is(size):
+    shared = Shared(4096)
+    try:
+        with pytest.raises(PrecisionError, match="said to be used"):
+            Opened(shared.handle).first(size)
+        part = Opened(shared.handle).first(64)
+        assert part.read(0, torch.uint8, (64,)).shape == (64,)
+        with pytest.raises(PrecisionError, match="does not lie inside"):
+            part.read(0, torch.uint8, (65,))
+    finally:
+        shared.close()
 
 
 def test_a_killed_sender_leaves_nothing_behind():

@@ -43,7 +43,9 @@ class RolloutEngine:
         from vllm import LLM
 
         from nemo_fp8.rollout import engine_args
+        from nemo_fp8.rollout.refit.memory import Spare
 
+        self.spare = Spare()
         s = self.settings = GrpoSettings.from_dict(settings)
         self.version: int | None = None
         gpu = te_cpu.has_gpu()
@@ -79,10 +81,8 @@ class RolloutEngine:
 
     def carry(self, message: dict[str, Any], body: NDArray[np.uint8]) -> list[dict[str, Any]]:
         """Write the bytes that came with a message from another machine."""
-        from nemo_fp8.rollout.refit.memory import Shared
-
-        with Shared.holding(body) as shared:
-            answers: list[dict[str, Any]] = self.control("call", "write", message | {"memory": shared.handle})
+        with self.spare.holding(body) as there:
+            answers: list[dict[str, Any]] = self.control("call", "write", message | there)
             return answers
 
     def pushed(self, version: int) -> None:

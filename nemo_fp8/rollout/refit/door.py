@@ -47,7 +47,7 @@ from nemo_fp8.rollout.refit.control import (
     why_mixed,
 )
 from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES, is_version
-from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.memory import Spare
 from nemo_fp8.storage.safetensors import bytes_of
 
 if not TYPE_CHECKING:
@@ -100,6 +100,7 @@ class RefitEndpoints:
         self.tasks = 0  # how many calls the engine is working on for it
         self.free = asyncio.Event()  # set unless a push is writing: requests wait for it
         self.free.set()
+        self.spare = Spare()  # for the bytes of pushes
         self.asking = asyncio.Lock()  # one request at a time asks the workers about a silent sender
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -258,11 +259,10 @@ class RefitEndpoints:
 
     async def _do(self, engine: Any, method: str, scope: Scope, receive: Receive) -> Answer:
         if method == "bytes":
-            message, shared = await _body(scope, receive)
-            try:
-                return {"answers": await self._write(engine, message | {"memory": shared.handle})}
-            finally:
-                shared.close()
+            length = _length(scope, LARGEST_BODY)
+            with self.spare.lent(length) as shared:
+                message, used = await _body(receive, bytes_of(shared.tensor[:length]))
+                return {"answers": await self._write(engine, message | {"memory": shared.handle, "used": used})}
         message = await _message(scope, receive)
         if method == "write":
             return {"answers": await self._write(engine, message)}
@@ -393,32 +393,25 @@ async def _order_body(scope: Scope, receive: Receive) -> bytes:
     return body
 
 
-async def _body(scope: Scope, receive: Receive) -> tuple[Answer, Shared]:
-    """Read a body of a message's length, the message, and bytes; return the message, and the bytes in shared memory."""
-    shared = Shared(_length(scope, LARGEST_BODY))
-    try:
-        head, at = bytearray(), 0
-        room = bytes_of(shared.tensor)
-        size = 0
-        async for part in _parts(receive):
-            if size == 0 or len(head) < size:
-                head += part
-                if len(head) < LENGTH:
-                    continue
-                size = size or LENGTH + int.from_bytes(head[:LENGTH], "little")
-                if size > LARGEST_MESSAGE:
-                    raise _unreadable("its message is too long")
-                part = bytes(head[size:])
-                del head[size:]
-            if at + len(part) > len(room):
-                raise _unreadable("it is longer than it says")
-            room[at : at + len(part)] = part
-            at += len(part)
-        del room
-        return _object(bytes(head[LENGTH:])), shared
-    except BaseException:
-        shared.close()
-        raise
+async def _body(receive: Receive, room: memoryview) -> tuple[Answer, int]:
+    """Read a body of a message's length, the message, and bytes, which come into ``room``, as large as the body; return
+    the message, and how many bytes there are."""
+    head, size, at = bytearray(), 0, 0
+    async for part in _parts(receive):
+        if size == 0 or len(head) < size:
+            head += part
+            if len(head) < LENGTH:
+                continue
+            size = size or LENGTH + int.from_bytes(head[:LENGTH], "little")
+            if size > LARGEST_MESSAGE:
+                raise _unreadable("its message is too long")
+            part = bytes(head[size:])
+            del head[size:]
+        if at + len(part) > len(room):
+            raise _unreadable("it is longer than it says")
+        room[at : at + len(part)] = part
+        at += len(part)
+    return _object(bytes(head[LENGTH:])), at
 
 
 async def _parts(receive: Receive) -> Any:

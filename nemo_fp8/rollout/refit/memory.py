@@ -10,7 +10,7 @@ reader (a read beyond its end would kill the process). The file's name is random
 again, and the name makes sure that a handle never opens other memory than its own.
 
 A receiver keeps mapped what the sender holds (:class:`Mappings`), since the operating system would have to find every
-page again for the next push. The sender holds a lock on its memory, which ends with it: who waits for the lock learns
+page again for the next push. The sender holds a lock on its memory, which ends with it: who could take the lock learns
 that the memory is to be let go of, however the sender ended.
 
 A trainer that keeps its tensors in such memory (:class:`SharedWeights`) has them quantized from where they lie. Memory
@@ -19,27 +19,32 @@ that torch shares by itself (``tensor.share_memory_()``) is not sealed, so it is
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import itertools
 import mmap
 import os
 import secrets
 import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit.alive import LOOK
 from nemo_fp8.rollout.refit.manifest import Manifest, pairs
 
 NAME = "nemo_fp8-refit"
 BUFFERS = 2
 """How many pieces of memory a push over HTTP has under way."""
+MOST_SPARE = 64 << 20
+"""The bytes of a piece of memory that is kept for the next body; a body is larger only if a tensor cannot be cut."""
 MOST_MAPPED = 2 * BUFFERS
 """How many pieces of memory a worker keeps mapped: a trainer's buffers and its weights, and as many of another one."""
 ALIGNMENT = 64  # bytes; each tensor begins at a multiple
@@ -71,18 +76,6 @@ class Shared:
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._close = weakref.finalize(self, os.close, self._fd)
 
-    @classmethod
-    @contextmanager
-    def holding(cls, body: Any) -> Iterator[Shared]:
-        """Copy bytes (anything with a buffer) into shared memory that is closed at the end of the context."""
-        with memoryview(body).cast("B") as raw:
-            shared = cls(max(1, len(raw)))
-            try:
-                shared._map[: len(raw)] = raw
-                yield shared
-            finally:
-                shared.close()
-
     def place_of(self, tensor: torch.Tensor) -> int | None:
         """Return the offset of a tensor that lies in this memory in one piece; None if it does not."""
         if not tensor.is_cpu or not tensor.is_contiguous() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -101,6 +94,48 @@ class Shared:
             del self.tensor, self._map
             self._close()
             self._fd = -1
+
+
+class Spare:
+    """Memory for bytes that workers are to read, one body after the other, and that is used again: the operating system
+    takes longer to find, clear and free pages than bytes take to come into them, and workers keep it mapped.
+
+    A few pieces are kept (BUFFERS), none of them larger than MOST_SPARE. Sizes are powers of two, so that a body fits
+    where one came that was a little shorter. What an earlier body has left is still there: say how much is ``used``.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Shared] = []
+
+    @contextmanager
+    def lent(self, size: int) -> Iterator[Shared]:
+        """Lend memory of this size or more. It is freed if the context ends by an error: a worker may still read it."""
+        fits = [one for one in self._free if one.size >= size]
+        if fits:
+            shared = min(fits, key=lambda one: one.size)
+            self._free.remove(shared)
+        else:
+            shared = Shared(1 << (size - 1).bit_length())
+        try:
+            yield shared
+        except BaseException:
+            shared.close()
+            raise
+        if shared.size <= MOST_SPARE:
+            self._free.append(shared)
+        else:
+            shared.close()
+        while len(self._free) > BUFFERS:
+            smallest = min(self._free, key=lambda one: one.size)
+            self._free.remove(smallest)
+            smallest.close()
+
+    @contextmanager
+    def holding(self, body: Any) -> Iterator[dict[str, Any]]:
+        """Copy bytes (anything with a buffer) into such memory; yield what a message says of it."""
+        with memoryview(body).cast("B") as raw, self.lent(max(1, len(raw))) as shared:
+            shared._map[: len(raw)] = raw
+            yield {"memory": shared.handle, "used": len(raw)}
 
 
 class SharedWeights(Mapping[str, torch.Tensor]):
@@ -148,16 +183,11 @@ class Opened:
     """
 
     def __init__(self, handle: Any) -> None:
-        try:
-            pid, fd, size, name = (handle[key] for key in ("pid", "fd", "size", "name"))
-        except (TypeError, KeyError):
-            raise _refused(handle, "It is no pid, fd, size and name") from None
-        if not all(type(n) is int and n >= 0 for n in (pid, fd, size)) or size == 0:
-            raise _refused(handle, "The pid, fd and size are whole numbers, and size is not 0")
+        pid, fd, size, name = _parts_of(handle)
         path = f"/proc/{pid}/fd/{fd}"
         try:
             target = os.readlink(path)
-            if not str(name).startswith(NAME) or target != f"/memfd:{name} (deleted)":
+            if not name.startswith(NAME) or target != f"/memfd:{name} (deleted)":
                 raise _refused(handle, f"It is {target}, and not the memory that a Refit made")
             own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -184,6 +214,15 @@ class Opened:
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self._first = self.bytes.data_ptr()
 
+    @property
+    def held(self) -> bool:
+        """Whether the sender still holds the memory. If not, nobody will again."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
     def read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor that lies in the memory, without a copy. It must not be written to.
 
@@ -194,6 +233,21 @@ class Opened:
             count *= n
         self.address(offset, count * dtype.itemsize, dtype.itemsize)
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+
+    def first(self, size: Any) -> Opened:
+        """Return so many bytes of the memory, as if there were no others; ``size`` came from outside.
+
+        Raises PrecisionError if there are not so many.
+        """
+        if type(size) is not int or not 0 <= size <= self.size:
+            raise PrecisionError(
+                f"{str(size)[:20]} bytes of {self.size} of shared memory are said to be used.",
+                "There are no others.",
+                "Push with nemo_fp8.rollout.Refit; if that did it, report it.",
+            )
+        part = copy.copy(self)
+        part.size = size
+        return part
 
     def address(self, offset: int, size: int, unit: int) -> int:
         """Return where ``size`` bytes lie in this process, at an offset that came from outside; elements are of
@@ -211,40 +265,59 @@ class Opened:
 
 
 class Mappings:
-    """The memory of senders that a worker has opened, by handle: mapped for as long as its sender holds it."""
+    """The memory of senders that a worker has opened, by handle: mapped for as long as its sender holds it. While there
+    is any, one thread looks once a second whether that is so."""
 
     def __init__(self) -> None:
-        self._opened: OrderedDict[str, Opened] = OrderedDict()
+        self._opened: OrderedDict[tuple[int, int, int, str], Opened] = OrderedDict()
         """What was used last is last."""
+        self._alone, self._watched = threading.Lock(), False
 
     def opened(self, handle: Any) -> Opened:
         """Return the memory behind a handle that came from outside. Raises PrecisionError as :class:`Opened` does."""
-        key = repr(handle)
-        memory = self._opened.get(key)
-        if memory is None:
-            memory = Opened(handle)
-            while len(self._opened) >= MOST_MAPPED:
-                self._opened.popitem(last=False)
-            self._opened[key] = memory
-            about = (weakref.ref(self), key, os.dup(memory.fd))
-            threading.Thread(target=_forget_in_the_end, args=about, daemon=True, name=NAME).start()
-        with suppress(KeyError):  # its sender has just let go of it
+        key = _parts_of(handle)
+        with self._alone:
+            memory = self._opened.get(key)
+            if memory is None:
+                memory = Opened(handle)
+                while len(self._opened) >= MOST_MAPPED:
+                    self._opened.popitem(last=False)
+                self._opened[key] = memory
             self._opened.move_to_end(key)
+            if not self._watched:
+                self._watched = True
+                threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name=NAME).start()
         return memory
 
     def __len__(self) -> int:
         return len(self._opened)
 
+    def _let_go(self) -> bool:
+        """Unmap what its sender has let go of; return whether anything is left."""
+        with self._alone:
+            for key, memory in [*self._opened.items()]:
+                if not memory.held:
+                    del self._opened[key]
+            self._watched = bool(self._opened)
+            return self._watched
 
-def _forget_in_the_end(of: weakref.ref[Mappings], key: str, fd: int) -> None:
-    """Wait until the sender lets go of its memory, or ends; then let go of its mapping."""
+
+def _watch(of: weakref.ref[Mappings]) -> None:
+    """Let go of what senders have let go of, however they ended, until there is nothing left."""
+    while (mappings := of()) is not None and mappings._let_go():
+        del mappings
+        time.sleep(LOOK)
+
+
+def _parts_of(handle: Any) -> tuple[int, int, int, str]:
+    """Return the pid, fd, size and name in a handle that came from outside; raise PrecisionError if it is none."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
-    finally:
-        os.close(fd)
-        mappings = of()
-        if mappings is not None:
-            mappings._opened.pop(key, None)
+        pid, fd, size, name = (handle[key] for key in ("pid", "fd", "size", "name"))
+    except (TypeError, KeyError):
+        raise _refused(handle, "It is no pid, fd, size and name") from None
+    if not all(type(n) is int and n >= 0 for n in (pid, fd, size)) or size == 0:
+        raise _refused(handle, "The pid, fd and size are whole numbers, and size is not 0")
+    return pid, fd, size, str(name)
 
 
 def _refused(handle: Any, why: str) -> PrecisionError:

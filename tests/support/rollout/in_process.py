@@ -12,7 +12,7 @@ import torch
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
 from nemo_fp8.rollout.refit.control import PREFIX
-from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.memory import Spare
 from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
 from support.rollout.engines import SMALL, fp8, one_worker
 from support.rollout.worker_check import same_bits as same_bits
@@ -77,10 +77,14 @@ class Remote(Worker):
 
     local, carried = False, 0
 
+    def __init__(self, model):
+        super().__init__(model)
+        self.spare = Spare()
+
     def carry(self, message, body):
         self.carried += len(body)
-        with Shared.holding(body) as memory:
-            return self.call("write", message | {"memory": memory.handle})
+        with self.spare.holding(body) as there:
+            return self.call("write", message | there)
 
 
 def reference(weight, block=(128, 128), kind="fp32"):

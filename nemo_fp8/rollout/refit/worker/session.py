@@ -425,6 +425,8 @@ class NemoFp8Refit:
 
     def _refit_write(self, session: Session, message: Answer) -> None:
         memory, stays = self._refit_mapped.opened(message.get("memory")), message.get("stays") is True
+        if "used" in message:
+            memory = memory.first(message["used"])
         try:
             session.write(memory, message.get("pieces"), stays)
         finally:
