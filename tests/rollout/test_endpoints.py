@@ -725,6 +725,102 @@ def test_orders_wait_for_a_push_and_a_transfer_repairs_what_one_left():
     asyncio.run(scenario())
 
 
+class Slow(Engine):
+    """Forgets, and answers about an ended push, only when it is told to."""
+
+    def __init__(self, **answers):
+        super().__init__(**answers)
+        self.may = asyncio.Event()
+
+    async def reset_encoder_cache(self):
+        self.asked.append("encoder")
+        await self.may.wait()
+
+
+async def _both_push(door, ends):
+    """Push a ``ends`` while push b begins to write: b waits for it, and then closes the door until its own end."""
+    await asyncio.sleep(0.05)
+    await door.push("begin", "b")
+    writes = asyncio.create_task(door.push("write", "b", pieces=[1]))
+    request = asyncio.create_task(door.knock("/v1/completions"))
+    await asyncio.sleep(0.05)
+    assert not writes.done()  # the first one has not ended yet
+    assert not request.done()
+    door.engine.may.set()
+    await asyncio.gather(ends, writes)
+    await asyncio.sleep(0.05)
+    assert door.engine.paused
+    assert door.door.push == "b"
+    late = asyncio.create_task(door.knock("/v1/completions"))
+    await asyncio.sleep(0.05)
+    assert not late.done()
+    await door.push("finish", "b")
+    assert [status for status, _ in await asyncio.gather(request, late)] == [200, 200]
+    assert not door.engine.paused
+
+
+def test_the_end_of_a_push_lets_nobody_in_among_the_weights_of_the_next():
+    """Its caches are still dropped when another one begins to write."""
+
+    async def scenario():
+        door = Door(Slow())
+        await door.push("begin", "a")
+        await door.push("write", "a", pieces=[1])
+        await _both_push(door, asyncio.create_task(door.push("finish", "a")))
+        assert door.engine.asked.count("resume") == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_end_that_was_interrupted_lets_nobody_in_either():
+    """A sender that has not waited for its finish asks what became of it, and pushes again."""
+
+    async def scenario():
+        door = Door(Slow())
+        await door.push("begin", "a")
+        await door.push("write", "a", pieces=[1])
+        finish = asyncio.create_task(door.push("finish", "a"))
+        await asyncio.sleep(0.05)
+        abandon = asyncio.create_task(door.push("abandon", "a"))
+        await _both_push(door, asyncio.gather(finish, abandon))
+
+    asyncio.run(scenario())
+
+
+def test_an_order_to_resume_waits_for_a_push_that_begins_while_it_is_looked_at():
+    async def scenario():
+        may = asyncio.Event()
+
+        async def after_a_while():
+            await may.wait()
+            return {"mixed": ""}
+
+        class Resuming(Door):
+            async def _app(self, scope, receive, send):
+                if scope["path"] == "/resume":
+                    await self.engine.resume_generation()
+                await super()._app(scope, receive, send)
+
+        door = Resuming(Engine(abandon=after_a_while))
+        resumes = asyncio.create_task(door.knock("/resume"))
+        await asyncio.sleep(0.05)
+        await door.push("begin", "b")
+        writes = asyncio.create_task(door.push("write", "b", pieces=[1]))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(door.knock("/resume"))  # waits for its turn behind the push
+        await asyncio.sleep(0.05)
+        may.set()
+        assert (await resumes)[0] == 200
+        await writes
+        await asyncio.sleep(0.05)
+        assert door.engine.paused
+        assert not second.done()
+        await door.push("finish", "b")
+        assert (await second)[0] == 200
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("version", ["step 7", None, 7, "x" * 2000, "a\nb"])
 def test_a_push_names_its_weights(version):
     door = Door(Engine())

@@ -505,9 +505,12 @@ def test_a_mixed_engine_lets_no_request_end(qwen3):
     assert worker.log == ["hold keep", "hold keep", "free", "hold wait", "free"]
 
 
-def test_two_pushes_at_once_come_one_after_the_other(qwen3):
+@pytest.mark.parametrize("urls", [(), ("http://node7:8000", "http://node7:8000/")], ids=["engine", "url"])
+def test_two_pushes_at_once_come_one_after_the_other(qwen3, monkeypatch, urls):
     """The first would resume an engine that the second has paused, and requests be computed while weights change."""
     worker, tensors = Forgetful(qwen3[0], True), qwen3[1]
+    monkeypatch.setattr("nemo_fp8.rollout.refit.push.control_of", lambda engine, token: worker)
+    refits = [Refit(engine) for engine in urls or (worker, worker)]
     begun, asked = threading.Event(), threading.Event()
 
     def slowly():
@@ -519,10 +522,10 @@ def test_two_pushes_at_once_come_one_after_the_other(qwen3):
     def second():
         begun.wait(60)
         threading.Timer(1.0, asked.set).start()
-        return Refit(worker).push(tensors)
+        return refits[1].push(tensors)
 
     with ThreadPoolExecutor(2) as pool:
-        pushes = [pool.submit(Refit(worker).push, slowly(), manifest=tensors), pool.submit(second)]
+        pushes = [pool.submit(refits[0].push, slowly(), manifest=tensors), pool.submit(second)]
         one, other = (push.result().require() for push in pushes)
     assert one.fingerprint == other.fingerprint
     assert worker.log == ["hold wait", "free"] * 2

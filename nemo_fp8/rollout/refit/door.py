@@ -101,6 +101,9 @@ class RefitEndpoints:
         self.free = asyncio.Event()  # set unless a push is writing: requests wait for it
         self.free.set()
         self.spare = Spare()  # for the bytes of pushes
+        # One at a time stops requests or lets them in: between the workers' answer and what follows from it another
+        # push could begin, and an engine that resumes then would compute with weights of two.
+        self.turning = asyncio.Lock()
         self.asking = asyncio.Lock()  # one request at a time asks the workers about a silent sender
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,18 +156,32 @@ class RefitEndpoints:
             await _reply(send, 400, _problems(error))
             return
         engine = scope["app"].state.engine_client
-        await self._wait_for_end(engine)
-        if path_of(scope) in RESUMING and await self._is_mixed(engine):
-            await _reply(send, 503, {"error": self._refusal()})
-            return
         whole = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> MutableMapping[str, Any]:
             return whole.pop() if whole else await receive()
 
+        await self._wait_for_end(engine)
+        if path_of(scope) in RESUMING:
+            await self._resume(engine, scope, again, send)
+            return
         await self.app(scope, again, send)
-        if self.died and path_of(scope) == "/finish_weight_update" and not await self._is_mixed(engine):
-            await self._open(engine)  # a weight transfer has repaired what a push left behind
+        if path_of(scope) == "/finish_weight_update":
+            async with self.turning:
+                if self.died and not await self._is_mixed(engine):
+                    await self._open(engine)  # a weight transfer has repaired what a push left behind
+
+    async def _resume(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let an order through that lets requests in, unless the engine holds weights of two pushes."""
+        while True:
+            async with self.turning:
+                if not self._is_writing(engine):  # a push that has begun since is to end first
+                    if await self._is_mixed(engine):
+                        await _reply(send, 503, {"error": self._refusal()})
+                    else:
+                        await self.app(scope, receive, send)
+                    return
+            await self._wait_for_end(engine)
 
     async def _is_mixed(self, engine: Any) -> bool:
         """Ask the workers whether they hold weights of two pushes, and refuse requests if they do."""
@@ -175,7 +192,7 @@ class RefitEndpoints:
 
     async def _wait_for_end(self, engine: Any) -> None:
         """Wait until no push is writing, or it died, or the engine did (which then refuses requests by itself)."""
-        while self.push and not self.died and not engine.errored:
+        while self._is_writing(engine):
             left = LOOK if self.tasks else self.heard + SILENCE - time.monotonic()
             if left > 0:
                 with suppress(asyncio.TimeoutError):
@@ -183,6 +200,9 @@ class RefitEndpoints:
             else:
                 async with self.asking:
                     await self._give_up(engine)
+
+    def _is_writing(self, engine: Any) -> bool:
+        return bool(self.push) and not self.died and not engine.errored
 
     async def _give_up(self, engine: Any) -> None:
         """End the push of a sender that was silent for too long.
@@ -201,12 +221,13 @@ class RefitEndpoints:
             mixed = why_mixed(list(await _answered(engine, task)))
         except PrecisionError:  # the engine died
             return
-        if self.tasks or (push, heard) != (self.push, self.heard):
-            return  # the sender is back
-        if mixed:
-            self._die(f"push {push} has not been heard of for {SILENCE:.0f} seconds")
-        else:
-            await self._open(engine)
+        async with self.turning:
+            if self.tasks or (push, heard) != (self.push, self.heard):
+                return  # the sender is back
+            if mixed:
+                self._die(f"push {push} has not been heard of for {SILENCE:.0f} seconds")
+            else:
+                await self._open(engine)
 
     def _die(self, why: str) -> None:
         self.died = why
@@ -269,12 +290,21 @@ class RefitEndpoints:
         if method == "stream":
             return {"answers": await self._write(engine, message | {"silence": SILENCE}, "stream")}
         if method == "finish":
-            return await self._finish(engine, message)
+            async with self.turning:
+                return await self._finish(engine, message)
+        if method == "abandon":
+            async with self.turning:
+                return await self._abandon(engine, message)
         answers = await self._call(engine, method, message)
         if method in ("begin", "delta") and all(answer.get("accepted") for answer in answers):
             self.begun, self.changes = str(message.get("push")), method == "delta"
             self.mixed = method == "begin" and bool(why_mixed(answers))
-        if method == "abandon" and str(message.get("push")) == self.push:
+        return {"answers": answers}
+
+    async def _abandon(self, engine: Any, message: Answer) -> Answer:
+        """End a push that died: let requests in, or refuse them if weights of two pushes are left."""
+        answers = await self._call(engine, "abandon", message)
+        if str(message.get("push")) == self.push:
             mixed = why_mixed(answers)
             if mixed:
                 self._die(mixed)
@@ -288,13 +318,18 @@ class RefitEndpoints:
         # Requests need not wait for a message without pieces, which only has the workers open memory, nor for a push
         # that was not accepted, which the workers will refuse.
         if (method == "stream" or message.get("pieces")) and push == self.begun != self.push:
-            others, self.push = self.push, push
-            self.free.clear()
-            running = message.get("running", "wait")
-            if not others:  # Its owner's pause outlasts a push; that of a push which died does not.
-                self.resumes = self.mixed or not await self._at_work(engine, engine.is_paused())
-            await self._at_work(engine, engine.pause_generation(mode=running if running in RUNNING else "wait"))
+            async with self.turning:
+                if push == self.begun != self.push:
+                    await self._stop_requests(engine, push, message.get("running", "wait"))
         return await self._call(engine, method, message)
+
+    async def _stop_requests(self, engine: Any, push: str, running: Any) -> None:
+        """Close the door for a push that writes now, and have the engine stop computing."""
+        others, self.push = self.push, push
+        self.free.clear()
+        if not others:  # Its owner's pause outlasts a push; that of a push which died does not.
+            self.resumes = self.mixed or not await self._at_work(engine, engine.is_paused())
+        await self._at_work(engine, engine.pause_generation(mode=running if running in RUNNING else "wait"))
 
     async def _finish(self, engine: Any, message: Answer) -> Answer:
         """End a push: drop the prefix cache, and let requests in again."""

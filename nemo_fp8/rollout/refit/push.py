@@ -29,7 +29,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
@@ -400,16 +400,20 @@ _PUSH_AGAIN = Problem(
 
 
 _PUSHES: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+_TO_SERVERS: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
 
 
 def _alone(engine: Any) -> threading.RLock:
-    """Return the lock of an engine, which all pushes of this process into it take.
+    """Return the lock of an engine, or of a server's URL, which all pushes of this process into it take.
 
-    Two at once would pause and resume it for one another. A server puts those of all processes in order by itself.
+    Two at once would pause and resume an engine for one another. Of two processes that push into one server the later
+    one goes on, and the other is told.
     """
+    if isinstance(engine, str):
+        return _TO_SERVERS.setdefault(engine.rstrip("/"), threading.RLock())
     try:
         return _PUSHES.setdefault(engine, threading.RLock())
-    except TypeError:  # a URL, or what cannot be a key
+    except TypeError:  # what cannot be a key
         return threading.RLock()
 
 
