@@ -222,6 +222,76 @@ def test_letters_are_not_believed():
     box.close()
 
 
+class Noting(FourCalls):
+    """Such a client that can pause as well, and notes what it was asked."""
+
+    def __init__(self):
+        self.paused, self.asked = False, []
+
+    def init_weight_transfer_engine(self, init_info):
+        pass
+
+    def start_weight_update(self):
+        pass
+
+    def update_weights(self, update_info):
+        self.asked.append(update_info)
+
+    def pause_generation(self, mode):
+        self.paused = True
+
+    def resume_generation(self):
+        self.paused = False
+
+    def is_paused(self):
+        return self.paused
+
+
+def test_an_engine_that_its_owner_has_paused_stays_so():
+    """But for a push that repairs one which died half-way: nobody knows who has paused that."""
+    from nemo_fp8.rollout.refit.transfer import Calls, NemoFp8TrainerInit
+
+    client = Noting()
+    calls = Calls(client, NemoFp8TrainerInit(rank=0))
+    for paused in (False, True):
+        client.paused = paused
+        for _ in range(2):
+            calls.hold("wait")
+            assert client.paused
+            calls.free()
+            assert client.paused == paused
+        calls.free()  # of a push that died before it had paused
+        assert client.paused == paused
+    calls.hold("wait")
+    calls.refuse("it died")
+    for one in (calls, Calls(client, NemoFp8TrainerInit(rank=0))):  # of the same trainer, and of the next
+        client.paused = True
+        one.refuse("it holds weights of two pushes")
+        one.hold("keep")
+        one.free()
+        assert not client.paused
+    calls.mailbox.close()
+
+
+def test_a_trainer_that_hangs_does_not_hold_the_engine_for_ever(monkeypatch):
+    """A worker is told after how many seconds of silence its sender counts as dead, and ends its call then."""
+    from nemo_fp8.rollout.refit.channel import Channel, Line
+    from nemo_fp8.rollout.refit.transfer import Calls, NemoFp8TrainerInit
+
+    monkeypatch.setattr("nemo_fp8.rollout.refit.transfer.SILENCE", 0.2)
+    client = Noting()
+    calls, channel = Calls(client, NemoFp8TrainerInit(rank=0)), Channel(lambda: False)
+    with pytest.raises(PrecisionError, match="did not answer"):
+        calls.call("stream", {"push": "a", "socket": channel.name})
+    said = client.asked[-1]["message"]
+    line = Line(said["socket"], said["silence"])
+    with pytest.raises(PrecisionError, match="is silent"):
+        next(line.messages())
+    line.close()
+    channel.close()
+    calls.mailbox.close()
+
+
 def test_what_is_no_client_is_refused():
     with pytest.raises(PrecisionError, match="object is no client of a weight transfer"):
         trainer_of(object(), [])

@@ -16,6 +16,7 @@ from typing import Any
 from nemo_fp8.errors import PrecisionError
 
 LOOK = 1.0  # seconds between two checks
+SILENCE = 60.0  # seconds without a sign of the sender after which a push counts as dead, and a body as given up
 GRACE = 10.0  # seconds that an engine may take to die after an error of EngineCore
 
 

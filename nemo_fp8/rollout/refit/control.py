@@ -43,6 +43,7 @@ RUNNING = ("wait", "abort", "keep")
 """What becomes of requests that an engine computes when a push begins."""
 log = logging.getLogger(__name__)
 ROUTE = "/nemo_fp8/refit"
+PATIENCE = 600.0  # seconds that a server may take for an answer
 LENGTH = 8  # bytes at the head of a body that say how long the message behind them is
 
 
@@ -379,7 +380,7 @@ class Server:
     ``url`` is none.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, token: str | None = None, timeout: float = PATIENCE) -> None:
         if urlsplit(url).scheme not in ("http", "https"):
             raise PrecisionError(
                 f"Cannot push to {url!r}.",

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.moved import renamed
 from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
-from nemo_fp8.rollout.refit.alive import LOOK, answered_on_loop
+from nemo_fp8.rollout.refit.alive import LOOK, SILENCE, answered_on_loop
 from nemo_fp8.rollout.refit.control import (
     LENGTH,
     PREFIX,
@@ -74,7 +74,6 @@ TRY_AGAIN_LATER = 1013  # a code with which a websocket is closed
 # half a second for the largest.
 LARGEST_MESSAGE, LARGEST_BODY = MOST_ENTRIES << 7, 1 << 31
 DEEPEST = 8  # lists in lists of a message; a push needs four
-SILENCE = 60.0  # seconds without a sign of the sender after which a push counts as dead, and a body as given up
 SLOWEST = 1 << 20  # bytes per second that a body must bring on average, once the first SILENCE seconds are over
 NOT_ALLOWED = (
     "Not allowed. Give the server's token as Refit(url, token=). One that nemo-fp8 serve drew is found by itself, by "

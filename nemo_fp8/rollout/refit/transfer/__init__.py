@@ -13,8 +13,9 @@
     client                              who does that
     a ``vllm.LLM``                      the push, as for ``Refit(llm)``
     a URL, vLLM's client for HTTP       the push, by the server's ``/pause``, ``/resume`` and ``/reset_prefix_cache``
-    any other                           its methods ``pause_generation(mode)``, ``resume_generation()`` and
-                                        ``reset_prefix_cache()`` if it has them; else you, and ``caller_pauses`` says so
+    any other                           its methods ``pause_generation(mode)``, ``resume_generation()``, ``is_paused()``
+                                        and ``reset_prefix_cache()`` if it has them; else you, and ``caller_pauses``
+                                        says so
 
 Weights and answers travel through the trainer's memory, so trainer and workers share a host and a user. To another host
 push with ``Refit(url)``.
@@ -38,7 +39,8 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.access import reply_of
-from nemo_fp8.rollout.refit.control import Answer, Offline, version_to_set
+from nemo_fp8.rollout.refit.alive import SILENCE
+from nemo_fp8.rollout.refit.control import PATIENCE, Answer, Offline, version_to_set
 from nemo_fp8.rollout.refit.mailbox import Mailbox
 from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.push import CHUNK, Refit
@@ -132,6 +134,8 @@ class Calls:
         """Have every worker do one call of a push; return their answers."""
         if method == "begin":
             self._start()
+        if method == "stream":
+            message = message | {"silence": SILENCE}  # a trainer that hangs does not hold the engine for ever
         self.client.update_weights({"call": method, "message": message, "mailbox": self.mailbox.address()})
         answers = self.mailbox.answers()
         version = version_to_set(method, message, answers)
@@ -180,8 +184,8 @@ class _Llm:
 class _Http:
     """The calls of a server in developer mode, with a token; vLLM's own client sends none."""
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
-        self.url, self.token, self.timeout = url.rstrip("/"), token, timeout
+    def __init__(self, url: str, token: str | None = None) -> None:
+        self.url, self.token = url.rstrip("/"), token
 
     def init_weight_transfer_engine(self, init_info: Answer) -> None:
         self._ask("init_weight_transfer_engine", {"init_info": init_info})
@@ -204,6 +208,9 @@ class _Http:
     def resume_generation(self) -> None:
         self._ask("resume", {})
 
+    def is_paused(self) -> bool:
+        return self._ask("is_paused").get("is_paused") is True
+
     def reset_prefix_cache(self) -> bool:
         everything = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
         done = self._ask(everything, {}).get("success", True) is True
@@ -217,7 +224,7 @@ class _Http:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, headers)
         try:
-            with reply_of(request, timeout=self.timeout) as reply:
+            with reply_of(request, timeout=PATIENCE) as reply:
                 said = json.loads(reply.read(LONGEST_REPLY) or b"{}")
                 return said if isinstance(said, dict) else {}
         except (OSError, ValueError) as error:
@@ -233,19 +240,24 @@ class _Http:
 
 
 class _OwnMethods:
-    """Pauses an engine by methods of its client, if it has them."""
+    """Pauses an engine by methods of its client, if it has them; one that its owner has paused stays so."""
 
     def __init__(self, client: Any) -> None:
-        self.client = client
+        self.client, self.resumes = client, False
 
     def hold(self, running: str) -> None:
+        if not self.resumes:
+            self.resumes = not self._call("is_paused")
         self._call("pause_generation", running)
 
     def free(self) -> None:
-        self._call("resume_generation")
+        if self.resumes:
+            self._call("resume_generation")
+            self.resumes = False
 
     def refuse(self, why: str) -> None:
-        """Leave the engine paused: it holds old and new weights."""
+        """Leave the engine paused: it holds old and new weights. The push that repairs it resumes it."""
+        self.resumes = True
 
     def allow(self) -> None:
         """Do nothing: ``free`` resumes."""
