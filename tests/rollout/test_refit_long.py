@@ -46,44 +46,47 @@ def test_pushes_by_rows_are_bitwise_a_fresh_engine(delta, executor):
 
 @pytest.mark.long
 @pytest.mark.parametrize("executor", ["one", "server"])
-def test_fifty_pushes_leave_memory_flat(executor):
-    """Of the workers, and of a server that they belong to."""
-    told = refit_matrix.run(executor, "qwen3", {}, pushes=50)
+@pytest.mark.parametrize("delta", [False, True], ids=["everything", "changes"])
+def test_fifty_pushes_leave_memory_flat(delta, executor):
+    """Of the workers, of a server that they belong to, and of the sender; the last one leaves the engine as a fresh one
+    is."""
+    told = refit_matrix.run(executor, "qwen3", {}, pushes=50, delta=delta)
     assert all(told["bitwise"])
     assert told["prints"] == [1, 1]
-    after_warm_up, at_end = (
-        told["rss_kb"][9],
-        told["rss_kb"][-2],
-    )  # before the engine is asked again, which takes memory of its own
-    assert after_warm_up > 0
-    assert at_end - after_warm_up < 1024, json.dumps(told["rss_kb"])
+    assert not any(told["instead"][1:])
+    for sizes in (told["rss_kb"], told["sender_rss_kb"]):
+        after_warm_up, at_end = sizes[9], sizes[-2]  # before the engine is asked again, which takes memory of its own
+        assert after_warm_up > 0
+        assert at_end - after_warm_up < 1024, json.dumps(sizes)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("executor", ["one", "mp", "server", "server_mp"])
 @pytest.mark.parametrize("fields", [{"weight_scale": "fp32"}, {"weight_scale": "pow2"}, MX], ids=str)
-@pytest.mark.parametrize("kind", ["qwen3_wide", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_wide", "qwen3_moe_wide"])
 def test_changes_are_bitwise_a_fresh_engine(kind, fields, executor):
-    """Dense and experts, on one worker and on two, here and over HTTP: the first push is of everything, no other is."""
+    """Dense and experts, on one worker and on two, here and over HTTP: the first push is of everything, no other is,
+    and every matrix in blocks is patched."""
     told = refit_matrix.run(executor, kind, fields, delta=True)
     assert told["bitwise"] == [True] * 4
     assert told["differ"]
     assert told["prints"] == [1, 1]
     assert [bool(why) for why in told["instead"]] == [True, False, False, False]
     assert told["workers"] == (2 if "mp" in executor else 1)
+    assert len(told["shares"]) == 3
+    assert max(told["shares"]) < 0.2, told["shares"]
+    assert not [name for name in told["whole"] if name.endswith("_proj.weight")]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("executor", ["one", "server"])
-def test_fifty_pushes_of_changes_leave_memory_flat(executor):
-    """And the last one leaves the engine as a fresh one is."""
-    told = refit_matrix.run(executor, "qwen3", {}, pushes=50, delta=True)
-    assert all(told["bitwise"])
+def test_experts_whose_blocks_a_cut_straddles_come_whole_and_right():
+    """Of 128 rows each worker has 64, in blocks that are not those of the whole tensor."""
+    told = refit_matrix.run("mp", "qwen3_moe", {}, delta=True)
+    assert told["bitwise"] == [True] * 4
+    assert told["differ"]
     assert told["prints"] == [1, 1]
-    assert not any(told["instead"][1:])
-    after_warm_up, at_end = told["rss_kb"][9], told["rss_kb"][-2]
-    assert after_warm_up > 0
-    assert at_end - after_warm_up < 1024, json.dumps(told["rss_kb"])
+    assert told["misaligned"]
+    assert {".experts." in name for name in told["whole"] if name.endswith("_proj.weight")} == {True}
 
 
 @pytest.mark.long

@@ -14,13 +14,15 @@ VOCABULARY = 512
 # Two names of tensors that every kind has.
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-# What differs from the family's own shape: Llama's head is tied or not, and `wide` is for tensor parallelism.
+# What differs from the family's own shape: Llama's head is tied or not, and `wide` is for tensor parallelism: no cut
+# between two workers is in the midst of a block.
 KINDS = {
     "qwen3": {"family": "qwen3"},
     "llama": {"family": "llama"},
     "llama_tied": {"family": "llama", "tied": True},
     "qwen3_moe": {"family": "qwen3_moe", "kv_heads": 4},
     "qwen3_wide": {"family": "qwen3", "kv_heads": 4},
+    "qwen3_moe_wide": {"family": "qwen3_moe", "kv_heads": 4, "intermediate": 1024},
     "qwen3_odd": {"family": "qwen3", "kv_heads": 1, "intermediate": 320},
 }
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}

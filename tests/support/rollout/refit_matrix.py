@@ -5,7 +5,7 @@ was fresh.
 
 Two checkpoints are pushed in turns; if DELTA is 1, what changed between one and itself after a step of an optimizer.
 The engine was started from one of them: with its weights it must answer as it did then, bit by bit. Every push must
-have the fingerprint of the first of its kind, and the workers' memory must not grow.
+have the fingerprint of the first of its kind, and the workers' memory must not grow, nor the sender's.
 """
 
 import json
@@ -58,11 +58,7 @@ def main(executor, kind, fields, pushes, delta, answer, place):
     folders = [models.write(Path(place) / f"seed{seed}", kind, seed) for seed in (0, 1)]
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     if delta:
-        draws = torch.Generator().manual_seed(0)
-        weights[1] = {
-            name: (t.float() + 1e-4 * torch.randn(t.shape, generator=draws)).to(t.dtype)
-            for name, t in weights[0].items()
-        }
+        weights[1] = models.stepped(weights[0], size=1e-4)
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": backend} if backend else {}
     if served:
         options = {name: fields.pop(name) for name in ("unquantized",) if name in fields}
@@ -75,7 +71,7 @@ def main(executor, kind, fields, pushes, delta, answer, place):
     refit, prints, sizes = Refit(to, chunk=2**20), [set(), set()], []
     fresh = ask(1, 200)
     asked = [fresh, None]
-    receipt, bitwise, instead, shares = None, [], [], []
+    receipt, bitwise, instead, shares, whole, senders = None, [], [], [], set(), []
     for i in range(pushes):
         seed = (i + 1) % 2
         receipt = refit.push(weights[seed], verify=i < 2, delta=delta).require()
@@ -83,9 +79,11 @@ def main(executor, kind, fields, pushes, delta, answer, place):
             instead.append(receipt.delta.instead)
             if not receipt.delta.instead:
                 shares.append(receipt.bytes / receipt.delta.full_bytes)
+                whole |= receipt.delta.whole.keys()
         prints[seed].add(receipt.fingerprint)
         workers = [p.pid for p in psutil.process_iter(["name", "cmdline"]) if _is_worker(p)]
         sizes.append(resident(workers))
+        senders.append(resident([os.getpid()]))
         if i < 2 or i >= pushes - 2:
             now = ask(1, 200)
             bitwise.append(asked[seed] is None or torch.equal(now, asked[seed]))
@@ -96,10 +94,12 @@ def main(executor, kind, fields, pushes, delta, answer, place):
         "differ": not torch.equal(asked[0], asked[1]),
         "prints": [len(p) for p in prints],
         "rss_kb": sizes,
+        "sender_rss_kb": senders,
         "workers": receipt.workers,
         "misaligned": len(receipt.misaligned),
         "instead": instead,
         "shares": shares,
+        "whole": sorted(whole),
     }
     Path(answer).write_text(json.dumps(told))
     if backend == "ray":
