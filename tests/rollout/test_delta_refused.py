@@ -1,6 +1,8 @@
 """Pushes of changes that do not fit are refused and become pushes of everything; those that die are taken back."""
 
+import random
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout import Refit, engine_args
 from nemo_fp8.rollout.engine.kv import scales_of, set_scales
 from nemo_fp8.rollout.refit import wire
+from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.patch import VALUES
 from nemo_fp8.rollout.refit.wire import SharedMemory
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 
@@ -225,21 +229,53 @@ def test_a_damaged_patch_is_refused_and_repaired(checkpoint, damage, words):
 
 
 def test_bytes_that_were_changed_on_the_way_are_seen(checkpoint, pushed, monkeypatch):
-    """A patch that can be read, and is another: the fingerprint refuses it."""
+    """Wherever a bit flips: what comes is no patch, or it is another one, which the fingerprint refuses."""
     worker, refit, tensors = pushed
-    call = Worker.call
+    send, draws, words = SharedMemory.send, random.Random(0), Counter()
+    for number in range(12):
+        flipped = []
 
-    def flip(self, method, message):
-        if method == "finish" and "expected" in message:
-            message["expected"][str(refit_place)] = {}
-        return call(self, method, message)
+        def flip(self, pieces, used, flipped=flipped):
+            if used and not flipped:
+                first = (self.turn - self.filled + 1) % self.buffers * self.size
+                flipped.append(first + draws.randrange(used))
+                self.shared.tensor[flipped[0]] ^= 1 << draws.randrange(8)
+            send(self, pieces, used)
 
-    refit_place = refit.ledger.manifest.places[K_PROJ]
-    with monkeypatch.context() as patch:
-        patch.setattr(Worker, "call", flip)
-        receipt = refit.push(stepped(tensors), delta=True).require()
-    assert K_PROJ in receipt.delta.instead
+        tensors = stepped(tensors, number)
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedMemory, "send", flip)
+            words[refit.push(tensors, delta=True).require().delta.instead[:26]] += 1
+        assert flipped
+    assert "" not in words
+    assert len(words) > 1, words
+    assert differing(held_by(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
+
+
+def test_patches_that_lie_on_one_another_are_refused(checkpoint):
+    """A worker copies all of a message before it reads any, and no more than the sender has."""
+    worker, tensors = Damaging(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker, chunk=2**20)
+    refit.push(tensors, delta=True).require()
+    planes = {i: kept.planes[VALUES] for i, kept in refit.ledger.kept.items()}
+    worker.damage = lambda _: [[i, VALUES, 0, p.rows, 0, p.rows * p.columns, 0] for i, p in planes.items()]
+    receipt = refit.push(stepped(tensors), delta=True).require()
+    assert "cannot lie side by side" in receipt.delta.instead
     assert differing(held_by(worker), fresh(checkpoint("qwen3", 0), stepped(tensors))[1]) == []
+
+
+@pytest.mark.parametrize("number", ["x" * 2000, None, 7, ["a"], "a\nb"], ids=lambda number: str(number)[:9])
+def test_a_push_has_a_short_number(pushed, number):
+    """It stands in what an engine says of a push that died."""
+    worker, refit, tensors = pushed
+    manifest = Manifest.of(tensors)
+    for method, about in (
+        ("begin", {"tensors": manifest.to_plain()}),
+        ("delta", {"manifest": manifest.digest, "base": refit.ledger.version}),
+    ):
+        (answer,) = worker.call(method, about | {"push": number})
+        assert "is no number of a push" in answer["problems"][0][0]
+    assert refit.push(stepped(tensors), delta=True).require().delta.instead == ""
 
 
 class Held(Damaging):

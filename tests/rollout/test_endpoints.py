@@ -958,6 +958,30 @@ def test_the_bytes_behind_a_message_lie_in_memory_that_workers_can_open():
     assert seen[2][0] != seen[0][0]  # which was too small
 
 
+def test_no_more_bodies_are_read_than_are_written():
+    """Each takes memory. What is sent beyond two at once waits in its sender's hands, and comes to the same memory."""
+
+    async def scenario():
+        may, seen = asyncio.Event(), []
+
+        class Writing(Engine):
+            async def collective_rpc(self, method, args):
+                seen.append(args[0]["memory"]["name"])
+                await may.wait()
+                return [{}]
+
+        door, body = Door(Writing()), _with_message({"push": "a", "pieces": []}, b"12345")
+        sent = [asyncio.create_task(door.knock(f"{ROUTE}/bytes", body)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        assert len({*seen}) == len(seen) == 2
+        may.set()
+        assert [status for status, _ in await asyncio.gather(*sent)] == [200] * 4
+        assert len({*seen}) == 2
+        assert len(seen) == 4
+
+    asyncio.run(scenario())
+
+
 def test_memory_that_a_worker_may_still_read_is_not_used_again():
     """Its answer did not come: the next bytes come to other memory, and that of before is freed."""
     from nemo_fp8.rollout.refit.memory import Opened

@@ -47,7 +47,7 @@ from nemo_fp8.rollout.refit.control import (
     why_mixed,
 )
 from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES, is_version
-from nemo_fp8.rollout.refit.memory import Spare
+from nemo_fp8.rollout.refit.memory import BUFFERS, Spare
 from nemo_fp8.storage.safetensors import bytes_of
 
 if not TYPE_CHECKING:
@@ -100,6 +100,7 @@ class RefitEndpoints:
         self.free = asyncio.Event()  # set unless a push is writing: requests wait for it
         self.free.set()
         self.spare = Spare()  # for the bytes of pushes
+        self.bodies = asyncio.Semaphore(BUFFERS)  # a sender has one under way, and bodies beyond these wait
         # One at a time stops requests or lets them in: between the workers' answer and what follows from it another
         # push could begin, and an engine that resumes then would compute with weights of two.
         self.turning = asyncio.Lock()
@@ -279,10 +280,8 @@ class RefitEndpoints:
 
     async def _do(self, engine: Any, method: str, scope: Scope, receive: Receive) -> Answer:
         if method == "bytes":
-            length = _length(scope, LARGEST_BODY)
-            with self.spare.lent(length) as shared:
-                message, used = await _body(receive, bytes_of(shared.tensor[:length]))
-                return {"answers": await self._write(engine, message | {"memory": shared.handle, "used": used})}
+            async with self.bodies:
+                return await self._bytes(engine, scope, receive)
         message = await _message(scope, receive)
         if method == "write":
             return {"answers": await self._write(engine, message)}
@@ -299,6 +298,13 @@ class RefitEndpoints:
             self.begun, self.changes = str(message.get("push")), method == "delta"
             self.mixed = method == "begin" and bool(why_mixed(answers))
         return {"answers": answers}
+
+    async def _bytes(self, engine: Any, scope: Scope, receive: Receive) -> Answer:
+        """Have the workers write what a body brings."""
+        length = _length(scope, LARGEST_BODY)
+        with self.spare.lent(length) as shared:
+            message, used = await _body(receive, bytes_of(shared.tensor[:length]))
+            return {"answers": await self._write(engine, message | {"memory": shared.handle, "used": used})}
 
     async def _abandon(self, engine: Any, message: Answer) -> Answer:
         """End a push that died: let requests in, or refuse them if weights of two pushes are left."""

@@ -51,7 +51,15 @@ from nemo_fp8.rollout.refit.worker.layouts import ONE
 from nemo_fp8.rollout.refit.worker.packing import pack, packed
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route
-from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, Session, answering, bad_piece, refuse_replicas
+from nemo_fp8.rollout.refit.worker.session import (
+    Answer,
+    NemoFp8Refit,
+    Session,
+    answering,
+    bad_piece,
+    number_of,
+    refuse_replicas,
+)
 from nemo_fp8.rollout.refit.worker.sinks import InPlace, Sink, name_of, stacked, word
 from nemo_fp8.rollout.refit.worker.staged import Staged
 
@@ -182,6 +190,8 @@ class Patching(Session):
         sizes = [self._checked_patch(piece) for piece in pieces]
         addresses = [memory.address(piece[-1], size, 1) for piece, size in zip(pieces, sizes, strict=True)]
         ends, some = [*itertools.accumulate(sizes)], list[KeptPatch]()
+        if ends[-1] > memory.size:
+            raise bad_piece(pieces[-1], f"{ends[-1]} bytes of patches cannot lie side by side in {memory.size}")
         room = np.empty(ends[-1], np.uint8)
         first = room.ctypes.data
         for piece, address, size, end in zip(pieces, addresses, sizes, ends, strict=True):
@@ -490,8 +500,9 @@ class NemoFp8Patches(NemoFp8Refit):
             raise PrecisionError(
                 f"A patch of push {str(base)[:40]} is not for this engine.", f"{held}.", "Push everything."
             )
+        number = number_of(message)
         self._refit_give_up()
-        self._refit_session = Patching(plan, str(message.get("push")), self._refit_version, self._refit_seals)
+        self._refit_session = Patching(plan, number, self._refit_version, self._refit_seals)
         return {"accepted": True}
 
 

@@ -31,7 +31,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.engine import released
 from nemo_fp8.rollout.refit import casting
 from nemo_fp8.rollout.refit.channel import Line
-from nemo_fp8.rollout.refit.manifest import SCALES, Box, Manifest
+from nemo_fp8.rollout.refit.manifest import SCALES, Box, Manifest, is_version
 from nemo_fp8.rollout.refit.memory import Mappings, Opened
 from nemo_fp8.rollout.refit.patch import blocks_of, grid_of
 from nemo_fp8.rollout.refit.worker.arrived import Arrived, Copied
@@ -367,6 +367,7 @@ class NemoFp8Refit:
         """
         refuse_replicas(self.vllm_config.parallel_config)
         refuse_stores(self.vllm_config)
+        number = number_of(message)
         manifest = Manifest.from_plain(message.get("tensors"))
         plan = self._refit_plan
         if plan is None or plan.manifest != manifest:
@@ -395,7 +396,7 @@ class NemoFp8Refit:
             "accepted": accepted,
         }
         if accepted:
-            session = self._refit_session = Session(plan, str(message.get("push")), bool(message.get("verify")))
+            session = self._refit_session = Session(plan, number, bool(message.get("verify")))
             answer["castable"] = plain_castable(session.castable)
         return answer
 
@@ -578,6 +579,17 @@ def _can_be_emptied(config: Any) -> bool:
 def _in_blocks(box: Box) -> Box:
     """Return the box of scales for a box of codes: its last two dimensions, in units of blocks."""
     return (*box[:-2], *((start // BLOCK, -(-stop // BLOCK)) for start, stop in box[-2:]))
+
+
+def number_of(message: Answer) -> str:
+    """Return the number of a push, which came from outside; raise PrecisionError if it is no short text."""
+    if not is_version(number := message.get("push")):
+        raise PrecisionError(
+            f"{str(number)[:40]!r} is no number of a push.",
+            "It is a short text of printable characters.",
+            "Push with nemo_fp8.rollout.Refit.",
+        )
+    return str(number)
 
 
 def bad_piece(piece: Any, why: str) -> PrecisionError:
