@@ -84,4 +84,4 @@ def test_the_page_has_every_family_and_no_failure():
         assert "error" not in found, (name, found)
         if "not in BF16" not in found:
             as_a_load(found["in_memory"])
-            assert all(found.get("in_engines", {}).values()), name
+            assert "no engine" in found or (found["in_engines"] and all(found["in_engines"].values())), name

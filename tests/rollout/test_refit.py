@@ -437,7 +437,7 @@ def test_bad_weights_are_told(run, weights):
     Refit(llm).push(weights("qwen3", 0)).require()
 
 
-def test_memory_stays_flat_over_pushes(run, weights):
+def test_pushes_of_the_same_weights_have_one_fingerprint(run, weights):
     llm, _ = run("qwen3")
     (answer,) = llm.collective_rpc("nemo_fp8_refit_expected", args=({},))
     assert Manifest.from_plain(answer["tensors"]) == Manifest.of(weights("qwen3", 0))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import ROOT
 from support.rollout.held import differing, held
 from support.rollout.in_process import Worker, build
 from support.rollout.models import K_PROJ, stacked, weights_of
@@ -559,6 +560,17 @@ def test_a_run_of_the_benchmark_is_one_object_of_numbers():
     assert {"fp8_push_s", "delta_push_s", "bf16_push_s", "vllm_reload_fp8_s", "engine_start_s", "copy_s"} <= set(told)
     assert all(number > 0 for number in told.values())
     assert told["full_bytes"] >= 10 * told["delta_bytes"]
+
+
+@pytest.mark.long
+def test_the_benchmark_prints_one_object():
+    """And nothing else, whatever vLLM and its workers say."""
+    command = [sys.executable, str(ROOT / "benchmarks/refit.py"), "--json", "--rounds", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1500)
+    told = json.loads(ran.stdout)
+    asked = "fp8_push_s delta_push_s bf16_push_s vllm_reload_fp8_s engine_start_s copy_s full_bytes delta_bytes"
+    assert {*asked.split()} <= told.keys()
+    assert all(number > 0 for number in told.values())
 
 
 # ---------------------------------------------------------------------- no waiting for a device

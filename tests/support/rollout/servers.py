@@ -20,9 +20,9 @@ PROMPT = [5, 6, 7, 8]  # four tokens, which once ended a worker that had not ask
 class Served:
     """A server of its own, to be asked as an engine of this process is."""
 
-    def __init__(self, folder, precision, *more, **options):
+    def __init__(self, folder, precision, *more, port=None, **options):
         words = (*MORE, "--seed", "0", "--max-logprobs", "-1", *more)
-        server = serve.server_for(str(folder), precision, port=free_port(), more=words, **options)
+        server = serve.server_for(str(folder), precision, port=port or free_port(), more=words, **options)
         self.url, self.end = server.url, ExitStack()
         self.process = self.end.enter_context(serve.running(server))
         serve.wait_until_ready(server, self.process)
