@@ -19,7 +19,7 @@ from nemo_fp8.rollout.engine.executor import take_names_of_shared_memory
 
 
 def test_an_engine_sleeps_while_its_workers_take_a_push(engine, checkpoint):
-    """vLLM's own asks for a second without a pause."""
+    """And its workers once they have taken it. vLLM's own ask for a second without a pause."""
     llm = engine(checkpoint("qwen3", 0), apart=True, **fp8())
     tensors = [*tensors_of(checkpoint("qwen3", 1))]
 
@@ -28,14 +28,17 @@ def test_an_engine_sleeps_while_its_workers_take_a_push(engine, checkpoint):
             time.sleep(0.5 if i in (1, 2) else 0)
             yield pair
 
-    def computed():
-        return sum(sum(p.cpu_times()[:2]) for p in psutil.Process().children(recursive=True) if "Engine" in p.name())
+    def computed(by):
+        return sum(sum(p.cpu_times()[:2]) for p in psutil.Process().children(recursive=True) if by in p.name())
 
     refit = Refit(llm)
     refit.push(tensors)  # plans
-    before = computed()
+    before = computed("Engine")
     assert refit.push(slowly(), manifest=dict(tensors)).require().seconds > 1
-    assert computed() - before < 0.3
+    assert computed("Engine") - before < 0.3
+    before = computed("Worker")
+    time.sleep(1)  # in which the workers have nothing to do
+    assert computed("Worker") - before < 0.3
 
 
 def test_only_what_a_worker_sums_in_loses_its_name():
