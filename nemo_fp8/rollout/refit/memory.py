@@ -109,7 +109,7 @@ class Spare:
 
     @contextmanager
     def lent(self, size: int) -> Iterator[Shared]:
-        """Lend memory of this size or more. It is freed if the context ends by an error: a worker may still read it."""
+        """Give memory of this size or more. It is freed if the context ends by an error: a worker may still read it."""
         fits = [one for one in self._free if one.size >= size]
         if fits:
             shared = min(fits, key=lambda one: one.size)
