@@ -65,8 +65,9 @@ INTERNALS = (
     Internal("vllm.config", "set_current_vllm_config", ("vllm_config",)),
     Internal("vllm.logger", "init_logger", ("name",)),
     Internal("vllm.v1.engine.core_client", "SyncMPClient._send_input", ("request_type", "request")),
-    # how an engine waits for its workers
+    # how an engine waits for its workers, and they for it
     Internal("vllm.v1.executor.multiproc_executor", "MultiprocExecutor._init_executor"),
+    Internal("vllm.v1.executor.multiproc_executor", "WorkerProc.worker_busy_loop"),
     Internal("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition.__init__", ("busy_loop_s",)),
     Internal("vllm.platforms", "current_platform.is_cpu"),
     Internal(f"{_QUANTIZATION}.base_config", "QuantizationConfig"),
