@@ -7,7 +7,7 @@ Each version is laid over the rollout environment in a folder of its own (``pip 
 takes a minute and half a gigabyte under ``--folder``. Then, in a process that sees it first: the table of internals is
 checked, a dense and a MoE model are quantized at load, to FP8 and to NVFP4, every code and scale is compared with the
 reference inside the worker, then and after a push of other weights; a push of the first weights, through vLLM's weight-transfer API, brings
-back what the engine answered when it was fresh, bit by bit; and text is generated. What only some versions have
+back what the engine answered when it was fresh, bit by bit; text is generated; and workers sleep when they have nothing to do. What only some versions have
 (``compatibility.FEATURES``) is looked for, and used where it is. `--json` for scripts; exit code 1 if a version does not work.
 """
 
@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,28 @@ def steps() -> Any:
             same = torch.equal(engines.log_probs(llm), fresh)
             assert trainers.versions_of(llm) == ({receipt.push} if has["weight_versions"] else None)
             text = llm.generate(engines.prompts(1), use_tqdm=False)[0].outputs[0].text
+            yield f"{what}: idle workers computed, s", (idle := computed_when_idle())
             engines.stop(llm)
             yield f"{what}: push bitwise as a fresh engine", same
+            assert idle < 0.3
             assert same
             assert not checked["differ"]
             assert other.isfinite().all()
             assert not torch.equal(other, fresh)
             assert text
+
+
+def computed_when_idle() -> float:
+    """Return how long workers compute in a second in which they have nothing to do."""
+    import psutil
+
+    def computed() -> float:
+        children = psutil.Process().children(recursive=True)
+        return sum(sum(child.cpu_times()[:2]) for child in children if "Worker" in child.name())
+
+    before = computed()
+    time.sleep(1)
+    return round(computed() - before, 2)
 
 
 if __name__ == "__main__":
