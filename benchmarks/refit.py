@@ -1,8 +1,8 @@
 """What a push costs: FP8 against BF16, against an engine start, against a plain copy, and in memory.
 
 Only ratios within one run mean anything. An engine for each format holds the same model, and pushes to them take turns;
-the best of each counts. Each begins after a pause: vLLM's workers spin for a second after a call, and those of another
-engine would take a processor. The wall clock is what a trainer waits. A push keeps three processes busy (the sender
+the best of each counts. Each begins after a pause, so that processes of another engine, which ask for messages for a
+while, take no processor. The wall clock is what a trainer waits. A push keeps three processes busy (the sender
 casts or copies while the worker writes, and vLLM's EngineCore asks for an answer), so on a machine with few processors,
 or a busy one, the processor time of the sender and of the worker is told beside it. Threads of OpenMP that wait do not
 spin (`OMP_WAIT_POLICY=passive`, unless the variable says otherwise): they would take a processor from the other side.

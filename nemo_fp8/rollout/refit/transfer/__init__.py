@@ -12,7 +12,7 @@
 
     client                              who does that
     a ``vllm.LLM``                      the push, as for ``Refit(llm)``
-    a URL, vLLM's client for HTTP       the push, by the server's ``/pause``, ``/resume`` and ``/reset_prefix_cache``
+    a URL, vLLM's client for HTTP       the push, by the server's ``/pause``, ``/resume``, ``/is_paused`` ...
     any other                           its methods ``pause_generation(mode)``, ``resume_generation()``, ``is_paused()``
                                         and ``reset_prefix_cache()`` if it has them; else you, and ``caller_pauses``
                                         says so
