@@ -199,6 +199,14 @@ def test_shared_memory_is_private_and_says_no_to_what_it_is_not(tmp_path):
     again.close()
 
 
+def until(so):
+    """Wait until it is so."""
+    end = time.monotonic() + 20
+    while not so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_a_worker_keeps_a_few_mappings_of_senders_that_live():
     """Those that were used last: a trainer's buffers stay, whatever else comes between two of its pushes."""
     mappings, senders = Mappings(), [Shared(4096) for _ in range(MOST_MAPPED + 2)]
@@ -213,10 +221,7 @@ def test_a_worker_keeps_a_few_mappings_of_senders_that_live():
     assert mappings.opened(senders[1].handle) is not opened[1]
     for sender in senders:
         sender.close()
-    end = time.monotonic() + 20
-    while len(mappings):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not len(mappings))
 
 
 def test_mappings_that_come_and_go_leave_no_thread_and_no_descriptor():
@@ -237,15 +242,11 @@ def test_mappings_that_come_and_go_leave_no_thread_and_no_descriptor():
     assert len(mappings) == MOST_MAPPED
     for sender in senders:
         sender.close()
-    while len(mappings) or threading.active_count() == threads:
-        time.sleep(0.01)
+    until(lambda: not len(mappings) and threading.active_count() < threads)
     late = Shared(4096)  # and its end is seen, too
     mappings.opened(late.handle)
     late.close()
-    end = time.monotonic() + 20
-    while len(mappings):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not len(mappings))
 
 
 def test_spare_memory_is_lent_again():
@@ -312,10 +313,7 @@ def test_a_killed_sender_leaves_nothing_behind():
     assert not any("/dev/shm" in file for file in [*held, Path(f"/proc/{sender.pid}/maps").read_text()])
     sender.send_signal(signal.SIGKILL)
     sender.wait()
-    end = time.monotonic() + 20
-    while len(mappings):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not len(mappings))
     assert int(opened.read(0, torch.uint8, (1 << 20,)).sum()) == 7 << 20  # what is open can be read to the end
     with pytest.raises(PrecisionError, match="cannot be opened"):
         Opened(handle)
