@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.rollout import kept_memory
 from support.rollout.engines import MX
-from support.rollout.held import differing, held
+from support.rollout.held import differing, fresh, held, held_by
 from support.rollout.in_process import Remote, Worker, build
 from support.rollout.models import K_PROJ, NORM, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -543,6 +543,21 @@ def test_a_head_that_nothing_was_compared_with_is_not_passed_over(checkpoint, sh
     ):
         with pytest.raises(PrecisionError, match=f"{HEAD} .*{words}"):
             Refit(worker).push(tensors | {HEAD: head})
+
+
+def test_buffers_are_filled_again_by_the_next_push(checkpoint):
+    """The operating system takes long to find and clear the pages of new ones. Larger tensors take larger ones."""
+    for made, transport in ((Worker, "memory"), (Remote, "http")):
+        worker, tensors = made(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+        refit, seen = Refit(worker, chunk=2**20, transport=transport), []
+        for delta in (False, False, True, True):
+            receipt = refit.push(tensors, delta=delta).require()
+            memory = refit._buffers
+            seen.append({memory.handle["name"]} if transport == "memory" else {one.data_ptr() for one in memory})
+        assert seen == [seen[0]] * 4
+        assert differing(held_by(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
+        refit.chunk = 2**22
+        assert refit.push(tensors).require().chunk_bytes > receipt.chunk_bytes
 
 
 def test_bytes_go_along_to_another_host(checkpoint):

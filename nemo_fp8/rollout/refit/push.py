@@ -42,7 +42,7 @@ from nemo_fp8.rollout.refit.ledger import Filled, Ledger
 from nemo_fp8.rollout.refit.manifest import LONGEST_NAME, Entry, Manifest, is_version, pairs
 from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
-from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, raise_problems, transport_of, way_of
+from nemo_fp8.rollout.refit.wire import Memory, Refused, Transport, cut, raise_problems, transport_of, way_of
 
 TRANSPORTS = ("auto", "memory", "http")
 DELTAS = (False, True, "auto")
@@ -85,7 +85,7 @@ class Refit:
         self.ledger: Ledger | None = None
         """What the engine holds since the last push with ``delta``; None if the last one had no ``delta``, or died. One
         that was refused before the first byte changes nothing."""
-        self._buffers: Shared | None = None
+        self._buffers: Memory | None = None
         """The buffers of the last push, for the next one."""
         self._mapped = WeakSet[Shared]()
         """What the workers have mapped of this process's memory."""
@@ -341,7 +341,7 @@ class Refit:
         """Return the way to the workers, with the buffers of the last push if they fit."""
         known = (self._buffers, self._mapped)
         transport = transport_of(self.transport, self.control, manifest, self.chunk, whole, weights, *known)
-        self._buffers = transport.shared
+        self._buffers = transport.memory
         return transport
 
     def _stream(

@@ -118,6 +118,10 @@ def cut(
         yield pieces, used
 
 
+Memory = Shared | list[torch.Tensor]
+"""Of buffers: all of them in one piece that workers map, or one by one."""
+
+
 class Transport(Protocol):
     """The buffers of a push, and the way from them to the workers."""
 
@@ -129,8 +133,8 @@ class Transport(Protocol):
     """The most patches of a message."""
 
     @property
-    def shared(self) -> Shared | None:
-        """Return the memory of the buffers, which the next push may use again; None if it is not shared."""
+    def memory(self) -> Memory:
+        """Return the memory of the buffers, which the next push may use again."""
 
     def open(self, push: str, workers: int) -> None:
         """Begin a push. Raises PrecisionError, before the first byte, if the workers cannot be reached."""
@@ -169,15 +173,20 @@ class SharedMemory:
     patches = 32  # few enough for the workers to add these while the sender looks for others
 
     def __init__(
-        self, control: Control, size: int, weights: Shared | None, kept: Shared | None, mapped: MutableSet[Shared]
+        self, control: Control, size: int, weights: Shared | None, kept: Memory | None, mapped: MutableSet[Shared]
     ) -> None:
         self.control, self.size, self.weights, self.mapped = control, size, weights, mapped
         all_ = size * self.buffers
-        self.shared: Shared = kept if kept is not None and kept.size == all_ else Shared(all_)
+        self.shared = kept if isinstance(kept, Shared) and kept.size == all_ else Shared(all_)
         self.turn, self.filled, self.unanswered = 0, 0, 0
         self.courier = ThreadPoolExecutor(1, NAME)
         self.channel: Channel | None = None
         self.call: Future[list[Answer]] | None = None
+
+    @property
+    def memory(self) -> Memory:
+        """Return what the workers map."""
+        return self.shared
 
     def open(self, push: str, workers: int) -> None:
         """Have every worker map what it has not mapped yet, which fails on another host, and connect."""
@@ -245,14 +254,15 @@ class SharedMemory:
 
 
 class Body:
-    """Delivers buffers as the bodies of requests: one is filled while the other one is under way.
+    """Delivers buffers as the bodies of requests: one is filled while the other one is under way. ``kept`` are those of
+    an earlier push, used again if they are as large.
 
     Raises PrecisionError if the engine is not reached by requests.
     """
 
-    most, buffers, patches, shared = 32 << 20, BUFFERS, AT_ONCE, None
+    most, buffers, patches = 32 << 20, BUFFERS, AT_ONCE
 
-    def __init__(self, control: Control, size: int) -> None:
+    def __init__(self, control: Control, size: int, kept: Memory | None) -> None:
         if not isinstance(control, Carrier):
             raise PrecisionError(
                 "transport='http' without a URL.",
@@ -260,11 +270,19 @@ class Body:
                 "Leave transport out.",
             )
         self.control, self.size = control, size
-        self.both = [torch.empty(size, dtype=torch.uint8) for _ in range(self.buffers)]
+        if isinstance(kept, list) and len(kept[0]) == size:
+            self.both = [*kept]
+        else:
+            self.both = [torch.empty(size, dtype=torch.uint8) for _ in range(self.buffers)]
         self.filled = 0
         self.courier = ThreadPoolExecutor(1, NAME)
         self.under_way: Future[list[Answer]] | None = None
         self.push = ""
+
+    @property
+    def memory(self) -> Memory:
+        """Return both buffers."""
+        return self.both
 
     def open(self, push: str, workers: int) -> None:
         self.push = push  # the server makes the shared memory, on the workers' host
@@ -286,8 +304,7 @@ class Body:
             raise_problems(self.under_way.result())
 
     def close(self) -> None:
-        self.courier.shutdown()
-        self.both.clear()
+        self.courier.shutdown()  # no request reads the buffers any longer
 
 
 def way_of(name: str, control: Control) -> str:
@@ -305,7 +322,7 @@ def transport_of(
     chunk: int,
     whole: Collection[int] = (),
     weights: Shared | None = None,
-    kept: Shared | None = None,
+    kept: Memory | None = None,
     mapped: MutableSet[Shared] | None = None,
 ) -> Transport:
     """Return the transport of that name, as ``way_of`` has it.
@@ -316,7 +333,7 @@ def transport_of(
     way = SharedMemory if way_of(name, control) == "memory" else Body
     size = capacity(manifest, min(chunk // way.buffers, way.most), whole)
     if way is Body:
-        return Body(control, size)
+        return Body(control, size, kept)
     return SharedMemory(control, size, weights, kept, WeakSet() if mapped is None else mapped)
 
 
