@@ -1,11 +1,10 @@
-"""The door of a server, asked over its own protocol (ASGI): who may push, who waits, and what is taken for a body.
+"""The door of a server, asked over its own protocol (ASGI): who may push, and who waits.
 
 Behind it stands an engine that writes down what is asked of it; ``test_serve.py`` and ``test_refit.py`` push through
 real servers.
 """
 
 import asyncio
-import json
 import logging
 import socket
 import struct
@@ -15,113 +14,13 @@ from contextlib import suppress
 
 import pytest
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
+from support.rollout.door import ROUTE, Door, Engine
 from support.rollout.servers import ask, beyond_loopback, free_port
 
-from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import alive
 from nemo_fp8.rollout.refit import door as endpoints
 from nemo_fp8.rollout.refit.control import Server
 from nemo_fp8.rollout.refit.door import RefitEndpoints
-
-ROUTE = "/nemo_fp8/refit"
-
-
-class Engine:
-    """What the door asks of vLLM's client, and an answer of one worker to each method."""
-
-    errored = False  # vLLM's word for dead
-
-    def __init__(self, **answers):
-        self.asked = []
-        self.forgets, self.paused = True, False
-        self.answers = {"begin": {"accepted": True, "mixed": ""}, "abandon": {"mixed": ""}} | answers
-
-    async def collective_rpc(self, method, args):
-        self.asked.append(method.removeprefix("nemo_fp8_refit_"))
-        answer = self.answers.get(self.asked[-1], {})
-        return [await answer() if callable(answer) else answer]
-
-    async def pause_generation(self, mode):
-        self.asked.append(f"pause {mode}")
-        self.paused = True
-
-    async def resume_generation(self):
-        self.asked.append("resume")
-        self.paused = False
-
-    async def is_paused(self):
-        return self.paused
-
-    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
-        self.asked.append("forget")
-        return self.forgets and reset_running_requests and reset_connector
-
-    async def reset_encoder_cache(self):
-        pass
-
-    async def update_weight_version(self, version):
-        self.version = version
-
-    async def get_weight_version(self):
-        return self.version
-
-
-class Door:
-    """A server's door, with an application behind it that says yes to everything."""
-
-    def __init__(self, engine, token=""):
-        self.engine, self.passed = engine, []
-        self.door = RefitEndpoints(self._app)
-        self.door.token = token
-        self.state = type("State", (), {"engine_client": engine})
-
-    async def _app(self, scope, receive, send):
-        self.passed.append(scope.get("path"))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
-
-    async def knock(
-        self,
-        path,
-        body=b"{}",
-        client="127.0.0.1",
-        method="POST",
-        kind="http",
-        root_path="",
-        server=("127.0.0.1", 8000),
-        **headers,
-    ):
-        """Status and answer."""
-        text = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent, parts = [], [text[: len(text) // 2], text[len(text) // 2 :]]
-        said = {"content-length": str(len(text))} | headers
-
-        async def receive():
-            return (
-                {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-                if parts
-                else {"type": "http.disconnect"}
-            )
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {
-            "type": kind,
-            "path": path,
-            "root_path": root_path,
-            "method": method,
-            "client": client and (client, 5),
-            "server": server,
-            "app": type("App", (), {"state": self.state}),
-            "headers": [(name.encode(), value.encode("latin-1")) for name, value in said.items()],
-        }
-        await self.door(scope, receive, send)
-        return sent[0]["status"], json.loads(sent[1]["body"])
-
-    async def push(self, method, number="a", **message):
-        return await self.knock(f"{ROUTE}/{method}", {"push": number, **message})
-
 
 # ---------------------------------------------------------------------- who may
 
@@ -490,6 +389,85 @@ def test_a_silent_sender_counts_as_dead_and_a_busy_engine_does_not(monkeypatch):
     asyncio.run(scenario())
 
 
+class Slow(Engine):
+    """Forgets, and answers about an ended push, only when it is told to."""
+
+    def __init__(self, **answers):
+        super().__init__(**answers)
+        self.may = asyncio.Event()
+
+    async def reset_encoder_cache(self):
+        self.asked.append("encoder")
+        await self.may.wait()
+
+
+async def _both_push(door, ends):
+    """Push a ``ends`` while push b begins to write: b waits for it, and then closes the door until its own end."""
+    await asyncio.sleep(0.05)
+    await door.push("begin", "b")
+    writes = asyncio.create_task(door.push("write", "b", pieces=[1]))
+    request = asyncio.create_task(door.knock("/v1/completions"))
+    await asyncio.sleep(0.05)
+    assert not writes.done()  # the first one has not ended yet
+    assert not request.done()
+    door.engine.may.set()
+    await asyncio.gather(ends, writes)
+    await asyncio.sleep(0.05)
+    assert door.engine.paused
+    assert door.door.push == "b"
+    late = asyncio.create_task(door.knock("/v1/completions"))
+    await asyncio.sleep(0.05)
+    assert not late.done()
+    await door.push("finish", "b")
+    assert [status for status, _ in await asyncio.gather(request, late)] == [200, 200]
+    assert not door.engine.paused
+
+
+def test_the_end_of_a_push_lets_nobody_in_among_the_weights_of_the_next():
+    """Its caches are still dropped when another one begins to write."""
+
+    async def scenario():
+        door = Door(Slow())
+        await door.push("begin", "a")
+        await door.push("write", "a", pieces=[1])
+        await _both_push(door, asyncio.create_task(door.push("finish", "a")))
+        assert door.engine.asked.count("resume") == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_end_that_was_interrupted_lets_nobody_in_either():
+    """A sender that has not waited for its finish asks what became of it, and pushes again."""
+
+    async def scenario():
+        door = Door(Slow())
+        await door.push("begin", "a")
+        await door.push("write", "a", pieces=[1])
+        finish = asyncio.create_task(door.push("finish", "a"))
+        await asyncio.sleep(0.05)
+        abandon = asyncio.create_task(door.push("abandon", "a"))
+        await _both_push(door, asyncio.gather(finish, abandon))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("version", ["step 7", None, 7, "x" * 2000, "a\nb"])
+def test_a_push_names_its_weights(version):
+    door = Door(Engine())
+
+    async def scenario():
+        await door.push("begin")
+        await door.push("write", pieces=[1])
+        return await door.push("finish", weight_version=version)
+
+    status, answer = asyncio.run(scenario())
+    if version == "step 7":
+        assert (status, answer["weight_version"], door.engine.version) == (200, version, version)
+    else:
+        assert status == 400
+        assert "weight_version is no short text" in str(answer)
+
+
 # ---------------------------------------------------------------------- behind uvicorn, which says who called
 
 
@@ -625,395 +603,3 @@ def test_messages_on_an_open_websocket_wait_and_a_dead_push_closes_it(listening)
             second.recv(5)
         assert closed.value.rcvd.code == endpoints.TRY_AGAIN_LATER
         assert closed.value.rcvd.reason.startswith("The engine holds old and new weights")
-
-
-# ---------------------------------------------------------------------- the orders of vLLM's developer mode
-
-
-def test_every_order_of_this_vllm_is_known():
-    """A new one would pass as a request does, for whoever may generate."""
-    import importlib
-    import pkgutil
-
-    import vllm.entrypoints
-
-    found = set()
-    for module in pkgutil.walk_packages(vllm.entrypoints.__path__, "vllm.entrypoints.", onerror=lambda name: None):
-        if ".serve.dev." in module.name or ".entrypoints.rl." in module.name:
-            router = getattr(importlib.import_module(module.name), "router", None)
-            for route in getattr(router, "routes", ()):
-                found |= {route.path} if "POST" in route.methods else set()
-    assert "/update_weights" in found
-    assert "/collective_rpc" in found
-    assert found <= endpoints.ORDERS
-
-
-@pytest.mark.parametrize("path", sorted(endpoints.ORDERS))
-def test_who_may_give_orders(path):
-    engine = Engine()
-    door = Door(engine)
-
-    def knock(**about):
-        return asyncio.run(door.knock(path, **about))[0]
-
-    assert knock(client="10.0.0.7") == knock(origin="http://127.0.0.1:8000") == 403
-    assert knock(host="evil.example") == knock(**{"x-forwarded-for": "127.0.0.1"}) == 403
-    assert knock(root_path="/behind") == 200
-    door.door.token = "secret"
-    assert knock() == knock(authorization="Bearer wrong") == 403
-    assert door.passed == [path]
-    assert knock(authorization="Bearer secret", client="10.0.0.7") == 200
-    assert asyncio.run(door.knock("/v1/completions", client="10.0.0.7"))[0] == 200  # generating is not ours to guard
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "words"),
-    [
-        (b"{}", {"content-length": str(2**40)}, "At most"),
-        (b"{}", {"content-length": "1"}, "longer than it says"),
-        (b"{}", {"content-length": "0", "transfer-encoding": "chunked"}, "A body of 0 bytes"),
-        (b"[]", {}, "no JSON object"),
-        (b"\xff{", {}, "cannot be read"),
-        (b'{"a":' + b"[" * 9 + b"]" * 9 + b"}", {}, "more than 8 lists in one another"),
-        (b'{"update_info": {"ipc_handles_pickled": ""}}', {}, "pickled handles"),
-        (b'{"update_info": [{"ipc_handles_\\u0070ickled": "gAS"}]}', {}, "pickled handles"),
-    ],
-)
-def test_no_body_of_an_order_is_believed(body, headers, words):
-    door = Door(Engine())
-    status, answer = asyncio.run(door.knock("/update_weights", body, **headers))
-    assert status == 400
-    assert words in str(PrecisionError([*map(_problem, answer["problems"])]))
-    assert door.passed == []
-
-
-def test_an_order_comes_through_as_it_was_sent():
-    seen = []
-
-    class Reading(Door):
-        async def _app(self, scope, receive, send):
-            seen.append(await receive())
-            await super()._app(scope, receive, send)
-
-    door = Reading(Engine())
-    assert asyncio.run(door.knock("/update_weights", b'{"update_info": {"a": [1]}}'))[0] == 200
-    assert asyncio.run(door.knock("/resume", b""))[0] == 200
-    assert [event["body"] for event in seen] == [b'{"update_info": {"a": [1]}}', b""]
-
-
-def test_orders_wait_for_a_push_and_a_transfer_repairs_what_one_left():
-    async def scenario():
-        engine = Engine(abandon={"mixed": "push a died half-way"})
-        door = Door(engine)
-        await door.push("begin")
-        await door.push("write", pieces=[1])
-        waiting = asyncio.create_task(door.knock("/resume"))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()  # it would let requests in among weights of two pushes
-        await door.push("abandon")
-        assert (await waiting)[0] == 503
-        assert (await door.knock("/finish_weight_update"))[0] == 200
-        assert (await door.knock("/v1/completions"))[0] == 503
-        engine.answers["abandon"] = {"mixed": ""}
-        assert (await door.knock("/finish_weight_update"))[0] == 200
-        assert (await door.knock("/v1/completions"))[0] == 200
-        engine.answers["abandon"] = {"mixed": "push b has begun and has not ended"}  # a weight transfer, and died
-        assert (await door.knock("/resume"))[0] == 503
-        assert (await door.knock("/v1/completions"))[0] == 503
-        assert "/resume" not in door.passed
-
-    asyncio.run(scenario())
-
-
-class Slow(Engine):
-    """Forgets, and answers about an ended push, only when it is told to."""
-
-    def __init__(self, **answers):
-        super().__init__(**answers)
-        self.may = asyncio.Event()
-
-    async def reset_encoder_cache(self):
-        self.asked.append("encoder")
-        await self.may.wait()
-
-
-async def _both_push(door, ends):
-    """Push a ``ends`` while push b begins to write: b waits for it, and then closes the door until its own end."""
-    await asyncio.sleep(0.05)
-    await door.push("begin", "b")
-    writes = asyncio.create_task(door.push("write", "b", pieces=[1]))
-    request = asyncio.create_task(door.knock("/v1/completions"))
-    await asyncio.sleep(0.05)
-    assert not writes.done()  # the first one has not ended yet
-    assert not request.done()
-    door.engine.may.set()
-    await asyncio.gather(ends, writes)
-    await asyncio.sleep(0.05)
-    assert door.engine.paused
-    assert door.door.push == "b"
-    late = asyncio.create_task(door.knock("/v1/completions"))
-    await asyncio.sleep(0.05)
-    assert not late.done()
-    await door.push("finish", "b")
-    assert [status for status, _ in await asyncio.gather(request, late)] == [200, 200]
-    assert not door.engine.paused
-
-
-def test_the_end_of_a_push_lets_nobody_in_among_the_weights_of_the_next():
-    """Its caches are still dropped when another one begins to write."""
-
-    async def scenario():
-        door = Door(Slow())
-        await door.push("begin", "a")
-        await door.push("write", "a", pieces=[1])
-        await _both_push(door, asyncio.create_task(door.push("finish", "a")))
-        assert door.engine.asked.count("resume") == 2
-
-    asyncio.run(scenario())
-
-
-def test_an_end_that_was_interrupted_lets_nobody_in_either():
-    """A sender that has not waited for its finish asks what became of it, and pushes again."""
-
-    async def scenario():
-        door = Door(Slow())
-        await door.push("begin", "a")
-        await door.push("write", "a", pieces=[1])
-        finish = asyncio.create_task(door.push("finish", "a"))
-        await asyncio.sleep(0.05)
-        abandon = asyncio.create_task(door.push("abandon", "a"))
-        await _both_push(door, asyncio.gather(finish, abandon))
-
-    asyncio.run(scenario())
-
-
-def test_an_order_to_resume_waits_for_a_push_that_begins_while_it_is_looked_at():
-    async def scenario():
-        may = asyncio.Event()
-
-        async def after_a_while():
-            await may.wait()
-            return {"mixed": ""}
-
-        class Resuming(Door):
-            async def _app(self, scope, receive, send):
-                if scope["path"] == "/resume":
-                    await self.engine.resume_generation()
-                await super()._app(scope, receive, send)
-
-        door = Resuming(Engine(abandon=after_a_while))
-        resumes = asyncio.create_task(door.knock("/resume"))
-        await asyncio.sleep(0.05)
-        await door.push("begin", "b")
-        writes = asyncio.create_task(door.push("write", "b", pieces=[1]))
-        await asyncio.sleep(0.05)
-        second = asyncio.create_task(door.knock("/resume"))  # waits for its turn behind the push
-        await asyncio.sleep(0.05)
-        may.set()
-        assert (await resumes)[0] == 200
-        await writes
-        await asyncio.sleep(0.05)
-        assert door.engine.paused
-        assert not second.done()
-        await door.push("finish", "b")
-        assert (await second)[0] == 200
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("version", ["step 7", None, 7, "x" * 2000, "a\nb"])
-def test_a_push_names_its_weights(version):
-    door = Door(Engine())
-
-    async def scenario():
-        await door.push("begin")
-        await door.push("write", pieces=[1])
-        return await door.push("finish", weight_version=version)
-
-    status, answer = asyncio.run(scenario())
-    if version == "step 7":
-        assert (status, answer["weight_version"], door.engine.version) == (200, version, version)
-    else:
-        assert status == 400
-        assert "weight_version is no short text" in str(answer)
-
-
-# ---------------------------------------------------------------------- bodies
-
-
-def _with_message(message, rest=b""):
-    text = json.dumps(message).encode()
-    return len(text).to_bytes(8, "little") + text + rest
-
-
-@pytest.mark.parametrize(
-    ("method", "body", "headers", "words"),
-    [
-        ("begin", b"", {}, "A body of 0 bytes"),
-        ("begin", b"{}", {"content-length": "-2"}, "A body of -2 bytes"),
-        ("begin", b"{}", {"content-length": str(2**40)}, "At most"),
-        ("begin", b"{}", {"content-length": str(2**26)}, "At most 33554432"),
-        ("begin", b"{}", {"content-length": "1"}, "longer than it says"),
-        ("begin", b"[]", {}, "no JSON object"),
-        ("begin", b"\xff{", {}, "cannot be read"),
-        ("begin", b'{"a":' + b"[" * 9 + b"]" * 9 + b"}", {}, "more than 8 lists in one another"),
-        ("begin", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", {}, "recursion"),
-        ("bytes", b"12345678", {}, "cannot be read"),
-        ("bytes", b"\xff" * 9, {}, "message is too long"),
-        ("bytes", _with_message({"push": "a"}, b"more"), {"content-length": "3"}, "longer than it says"),
-        ("bytes", _with_message([1, 2]), {}, "no JSON object"),
-    ],
-)
-def test_no_body_is_believed(method, body, headers, words):
-    door = Door(Engine())
-    status, answer = asyncio.run(door.knock(f"{ROUTE}/{method}", body, **headers))
-    assert status == 400
-    assert words in str(PrecisionError([*map(_problem, answer["problems"])]))
-    assert door.engine.asked == []
-
-
-def _readings(receive):
-    """Both ways in which a body is read."""
-    yield endpoints._message({"headers": [(b"content-length", b"33554432")]}, receive)
-    yield endpoints._body(receive, memoryview(bytearray(1 << 25)))
-
-
-def test_a_body_that_never_comes_is_given_up(monkeypatch):
-    monkeypatch.setattr(endpoints, "SILENCE", 0.1)
-
-    async def never():
-        await asyncio.Event().wait()
-
-    for reading in _readings(never):
-        with pytest.raises(PrecisionError, match="Nothing of it came for"):
-            asyncio.run(asyncio.wait_for(reading, 5))
-
-
-def test_a_body_that_comes_byte_by_byte_is_given_up(monkeypatch):
-    """Each byte ends a silence, and none of them is worth a connection."""
-    monkeypatch.setattr(endpoints, "SILENCE", 0.2)
-
-    async def a_byte():
-        await asyncio.sleep(0.05)
-        return {"type": "http.request", "body": b"\x01", "more_body": True}
-
-    for reading in _readings(a_byte):
-        with pytest.raises(PrecisionError, match=r"Only [1-4] bytes of it came in"):
-            asyncio.run(asyncio.wait_for(reading, 5))
-
-
-def test_a_large_body_has_the_time_that_it_needs(monkeypatch):
-    monkeypatch.setattr(endpoints, "SILENCE", 0.2)
-    parts = [{"type": "http.request", "body": bytes(1 << 17), "more_body": i < 7} for i in range(8)]
-
-    async def an_eighth():
-        await asyncio.sleep(0.1)
-        return parts.pop(0)
-
-    async def read():
-        return sum([len(part) async for part in endpoints._parts(an_eighth)])
-
-    assert asyncio.run(read()) == 1 << 20
-
-
-@pytest.mark.parametrize(
-    "error", [OverflowError("int too big"), UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")]
-)
-def test_what_no_message_to_a_worker_can_hold_is_the_sender_s_fault(error):
-    class Failing(Engine):
-        async def collective_rpc(self, method, args):
-            raise error
-
-    status, answer = asyncio.run(Door(Failing()).push("begin"))
-    assert status == 400
-    assert type(error).__name__ in answer["problems"][0][1]
-
-
-def _problem(row):
-    from nemo_fp8.errors import Problem
-
-    return Problem(*row)
-
-
-def test_the_bytes_behind_a_message_lie_in_memory_that_workers_can_open():
-    """Which is used again for the next ones: no worker is told of bytes that an earlier body has left."""
-    import torch
-
-    from nemo_fp8.rollout.refit.memory import Opened
-
-    seen = []
-
-    class Reading(Engine):
-        async def collective_rpc(self, method, args):
-            memory = Opened(args[0]["memory"]).first(args[0]["used"])
-            seen.append((args[0]["memory"], memory.read(0, torch.uint8, (memory.size,)).tolist()))
-            return [{}]
-
-    door, mine = Door(Reading()), {"push": "a", "pieces": [], "memory": "of the sender's choice", "used": 1 << 40}
-    for content in ([1, 2, 3, 4, 5], [6, 7], [*range(250)]):
-        body = _with_message(mine, bytes(content))
-        assert asyncio.run(door.knock(f"{ROUTE}/bytes", body))[0] == 200
-        assert seen[-1][1] == content
-    assert seen[0][0] == seen[1][0]
-    assert seen[2][0] != seen[0][0]  # which was too small
-
-
-def test_no_more_bodies_are_read_than_are_written():
-    """Each takes memory. What is sent beyond two at once waits in its sender's hands, and comes to the same memory."""
-
-    async def scenario():
-        may, seen = asyncio.Event(), []
-
-        class Writing(Engine):
-            async def collective_rpc(self, method, args):
-                seen.append(args[0]["memory"]["name"])
-                await may.wait()
-                return [{}]
-
-        door, body = Door(Writing()), _with_message({"push": "a", "pieces": []}, b"12345")
-        sent = [asyncio.create_task(door.knock(f"{ROUTE}/bytes", body)) for _ in range(4)]
-        await asyncio.sleep(0.05)
-        assert len({*seen}) == len(seen) == 2
-        may.set()
-        assert [status for status, _ in await asyncio.gather(*sent)] == [200] * 4
-        assert len({*seen}) == 2
-        assert len(seen) == 4
-
-    asyncio.run(scenario())
-
-
-def test_memory_that_a_worker_may_still_read_is_not_used_again():
-    """Its answer did not come: the next bytes come to other memory, and that of before is freed."""
-    from nemo_fp8.rollout.refit.memory import Opened
-
-    seen = []
-
-    class Failing(Engine):
-        async def collective_rpc(self, method, args):
-            seen.append(args[0]["memory"])
-            raise OverflowError("int too big")
-
-    door, body = Door(Failing()), _with_message({"push": "a", "pieces": []}, b"12345")
-    for _ in range(2):
-        assert asyncio.run(door.knock(f"{ROUTE}/bytes", body))[0] == 400
-        with pytest.raises(PrecisionError, match="refused"):
-            Opened(seen[-1])
-    assert seen[0] != seen[1]
-
-
-def test_on_both_ways_the_sender_says_what_becomes_of_running_requests(monkeypatch):
-    sent = {}
-
-    def post(self, method, parts, kind):
-        sent[method] = b"".join(map(bytes, parts))
-        return {"answers": []}
-
-    monkeypatch.setattr(Server, "_post", post)
-    server = Server("http://node7:8000")
-    server.hold("abort")
-    server.call("write", {"push": "a"})
-    server.carry({"push": "a"}, memoryview(b"values"))
-    assert json.loads(sent["write"]) == {"push": "a", "running": "abort"}
-    size = int.from_bytes(sent["bytes"][:8], "little")
-    assert json.loads(sent["bytes"][8 : 8 + size]) == {"push": "a", "running": "abort"}
-    assert sent["bytes"][8 + size :] == b"values"
