@@ -14,6 +14,7 @@ from support.rollout.models import K_PROJ, NORM, stepped, weights_of
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
+from nemo_fp8.numerics.kernels.patches import Coding
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.planes import Cast, changes
@@ -101,6 +102,31 @@ def test_auto_sends_changes_where_bytes_travel(checkpoint, made, transport, trav
     assert (refit.ledger is not None) == travels
     assert receipt.delta.instead == "" if travels else receipt.delta is None
     assert differing(held_by(worker), fresh(checkpoint("qwen3", 0), after)[1]) == []
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("made", [Worker, Remote])
+def test_patches_are_quick_where_nothing_travels(checkpoint, made, packs, monkeypatch):
+    """If the processor packs elements of vectors, and if enough changed; to the same bits in any case."""
+    codings = set()
+
+    class Noting(made):
+        def _refit_write(self, session, message):
+            codings.update(piece[4] for piece in message["pieces"] if len(piece) == 9)
+            super()._refit_write(session, message)
+
+    monkeypatch.setattr("nemo_fp8.rollout.refit.push.packs", lambda: packs)
+    worker, tensors = Noting(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker, chunk=2**20)
+    refit.push(tensors, delta=True).require()
+    few = dict(tensors)
+    few[K_PROJ] = tensors[K_PROJ].clone()
+    few[K_PROJ][3, 5] *= 1.2
+    for after, quick in ((few, False), (stepped(few), packs and made is Worker)):
+        codings.clear()
+        assert refit.push(after, delta=True).require().delta.instead == ""
+        assert (Coding.QUICK in codings) == quick
+        assert differing(held_by(worker), fresh(checkpoint("qwen3", 0), after)[1]) == []
 
 
 def test_no_other_delta_is_known(checkpoint):

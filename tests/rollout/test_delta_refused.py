@@ -185,7 +185,7 @@ class Damaging(Worker):
 
 
 def _with(**changes):
-    at = {"i": 0, "what": 1, "row": 2, "rows": 3, "steps": 4, "others": 5, "offset": 6}
+    at = {"i": 0, "what": 1, "row": 2, "rows": 3, "coding": 4, "ups": 5, "downs": 6, "others": 7, "offset": 8}
 
     def damage(pieces):
         for name, value in changes.items():
@@ -199,16 +199,18 @@ DAMAGE = {
     "another tensor": (_with(i=10**6), "The manifest has"),
     "a negative tensor": (_with(i=-1), "The manifest has"),
     "no plane": (_with(what=2), "values and scales"),
-    "scales of a norm": (lambda pieces: [[1, 1, 0, 1, 1, 0, 0]], "has no scales here"),
+    "scales of a norm": (lambda pieces: [[1, 1, 0, 1, 0, 1, 0, 0, 0]], "has no scales here"),
     "rows beyond the end": (_with(rows=10**6), "rows, of which"),
     "no rows": (_with(rows=0), "rows, of which"),
     "rows that were there": (lambda pieces: [*pieces, pieces[-1]], "are done"),
-    "more changes than elements": (_with(steps=10**12), "It has"),
+    "more changes than elements": (_with(ups=10**12), "It has"),
     "fewer than none": (_with(others=-1), "It has"),
-    "none": (_with(steps=0, others=0), "It has"),
-    "another count": (_with(steps=lambda piece: piece[4] - 1), "A patch cannot be read|does not lie inside"),
+    "none": (_with(ups=0, downs=0, others=0), "It has"),
+    "another count": (_with(ups=lambda piece: piece[5] - 1), "A patch cannot be read|does not lie inside"),
+    "no coding": (_with(coding=2), "No patch is coded as 2"),
+    "another coding": (_with(coding=lambda piece: 1 - piece[4]), "A patch cannot be read|does not lie inside"),
     "beyond the memory": (_with(offset=2**20 - 1), "does not lie inside"),
-    "no numbers": (_with(steps="1"), "no seven whole numbers"),
+    "no numbers": (_with(ups="1"), "no nine whole numbers"),
     "whole rows of what was patched": (
         lambda pieces: [*pieces, [pieces[0][0], 0, 1, 0]],
         "was patched already|cut there",
@@ -258,7 +260,7 @@ def test_patches_that_lie_on_one_another_are_refused(checkpoint):
     refit = Refit(worker, chunk=2**20)
     refit.push(tensors, delta=True).require()
     planes = {i: kept.planes[VALUES] for i, kept in refit.ledger.kept.items()}
-    worker.damage = lambda _: [[i, VALUES, 0, p.rows, 0, p.rows * p.columns, 0] for i, p in planes.items()]
+    worker.damage = lambda _: [[i, VALUES, 0, p.rows, 0, 0, 0, p.rows * p.columns, 0] for i, p in planes.items()]
     receipt = refit.push(stepped(tensors), delta=True).require()
     assert "cannot lie side by side" in receipt.delta.instead
     assert differing(held_by(worker), fresh(checkpoint("qwen3", 0), stepped(tensors))[1]) == []

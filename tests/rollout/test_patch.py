@@ -19,6 +19,8 @@ from nemo_fp8.rollout.refit.worker.layouts import AMX, ROWS, Tally
 from nemo_fp8.rollout.refit.worker.patches import Passing, moved, place_of
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 
+QUICK = st.booleans()
+
 
 @st.composite
 def changes(draw):
@@ -34,21 +36,21 @@ def changes(draw):
 
 
 @settings(deadline=None)
-@given(changes())
-def test_a_patch_goes_out_and_comes_back(change):
+@given(changes(), QUICK)
+def test_a_patch_goes_out_and_comes_back(change, quick):
     strip, positions, differences = change
     if len(positions) == 0:
         return
-    steps, others, raw = encode(strip, positions, differences)
+    *counts, raw = encode(strip, positions, differences, quick)
     width = differences.itemsize
-    assert len(raw) == size_of(strip, steps, others, width) <= strip * width
+    assert len(raw) == size_of(strip, *counts, width) <= strip * width
     there, wanted = np.zeros(strip, differences.dtype), np.zeros(strip, differences.dtype)
     wanted[positions] = differences
-    for places, by in decode(raw, strip, steps, others, width):
+    for places, by in decode(raw, strip, *counts, width):
         assert len(np.unique(places)) == len(places)
         there[places] += by
     assert np.array_equal(there, wanted)
-    for places, by in reversed(decode(raw, strip, steps, others, width)):
+    for places, by in reversed(decode(raw, strip, *counts, width)):
         there[places] -= by
     assert not there.any()
 
@@ -61,24 +63,26 @@ def test_steps_take_a_bit_more_than_their_entropy(share):
     strip = 1 << 20
     positions = np.flatnonzero(draws.random(strip) < share)
     differences = np.where(draws.random(len(positions)) < 0.5, 1, 255).astype(np.uint8)
-    _, _, raw = encode(strip, positions, differences)
+    *_, raw = encode(strip, positions, differences)
     entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share
     assert 8 * len(raw) / len(positions) < entropy + 1 + 1.5
 
 
 @settings(deadline=None)
-@given(st.integers(1, 300), st.data())
-def test_no_bytes_are_believed(strip, data):
+@given(st.integers(1, 300), st.sampled_from(kernel.Coding), st.data())
+def test_no_bytes_are_believed(strip, coding, data):
     """Whatever comes, it is refused or gives places inside the strip, each once a list."""
-    steps = data.draw(st.integers(0, strip))
-    others = data.draw(st.integers(0, strip - steps))
-    raw = np.frombuffer(data.draw(st.binary(min_size=(n := size_of(strip, steps, others, 1)), max_size=n)), np.uint8)
+    ups = data.draw(st.integers(0, strip))
+    downs = data.draw(st.integers(0, strip - ups))
+    counts = coding, ups, downs, data.draw(st.integers(0, strip - ups - downs))
+    n = size_of(strip, *counts, 1)
+    raw = np.frombuffer(data.draw(st.binary(min_size=n, max_size=n)), np.uint8)
     live = torch.zeros(strip, dtype=torch.uint8)
     place = place_of((strip,), ((0, strip),), ((0, strip),), live)
     to = kernel.Matrices((strip, 1), 1, [place])
-    (added,) = kernel.add([kernel.Addition(raw.ctypes.data, strip, steps, others, 0, to)])
+    (added,) = kernel.add([kernel.Addition(raw.ctypes.data, strip, *counts, 0, to)])
     try:
-        lists = decode(raw, strip, steps, others, 1)
+        lists = decode(raw, strip, *counts, 1)
     except PrecisionError:
         assert not added
         assert not live.any()  # all of it or nothing
@@ -90,10 +94,10 @@ def test_no_bytes_are_believed(strip, data):
 
 
 def test_a_patch_of_another_size_is_refused():
-    _, _, raw = encode(100, np.array([5]), np.array([1], np.uint8))
+    *_, raw = encode(100, np.array([5]), np.array([1], np.uint8))
     for wrong in (raw[:-1], np.append(raw, 0).astype(np.uint8)):
         with pytest.raises(PrecisionError, match="counts ask for"):
-            decode(wrong, 100, 1, 0, 1)
+            decode(wrong, 100, 0, 1, 0, 0, 1)
 
 
 # ---------------------------------------------------------------------- added by a worker
@@ -101,11 +105,11 @@ def test_a_patch_of_another_size_is_refused():
 
 def _added(shape, source, to, live, patch, back):
     """What lies there after the kernel added a patch of a whole tensor, and after numpy did."""
-    (strip, steps, others, raw), width = patch, live.itemsize
+    (strip, *counts, raw), width = patch, live.itemsize
     place = place_of(shape, source, to, live)
     matrix = (shape[-2] if len(shape) > 1 else strip, shape[-1] if len(shape) > 1 else 1)
     to = kernel.Matrices(matrix, width, [place])
-    (done,) = kernel.add([kernel.Addition(raw.ctypes.data, strip, steps, others, 0, to)], back)
+    (done,) = kernel.add([kernel.Addition(raw.ctypes.data, strip, *counts, 0, to)], back)
     return done, live.clone()
 
 
@@ -117,9 +121,10 @@ BOXES = [
 ]
 
 
+@pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("width", PATTERNS)
 @pytest.mark.parametrize(("shape", "source", "to", "there"), BOXES, ids=str)
-def test_the_kernel_adds_what_numpy_adds(shape, source, to, there, width):
+def test_the_kernel_adds_what_numpy_adds(shape, source, to, there, width, quick):
     """To the part of a tensor that a route takes along, forth and back."""
     draws = np.random.default_rng(0)
     strip = int(np.prod(shape))
@@ -131,12 +136,12 @@ def test_the_kernel_adds_what_numpy_adds(shape, source, to, there, width):
     expected = live.numpy().view(PATTERNS[width]).copy()
     here, places = moved(positions, shape, source, to)
     expected[places] += by[here]
-    patch = (strip, *encode(strip, positions, by))
-    done, added = _added(shape, source, to, live, patch, back=False)
+    patch = (strip, *encode(strip, positions, by, quick))
+    done, added = _added(shape, source, to, live, patch, False)
     assert done
     assert np.array_equal(added.numpy().view(PATTERNS[width]), expected)
     assert not torch.equal(added, before)
-    assert torch.equal(_added(shape, source, to, live, patch, back=True)[1], before)
+    assert torch.equal(_added(shape, source, to, live, patch, True)[1], before)
 
 
 BOXES_FOR_AMX = [
@@ -146,13 +151,14 @@ BOXES_FOR_AMX = [
 ]
 
 
+@pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize(("shape", "source", "to", "there"), BOXES_FOR_AMX, ids=str)
-def test_the_kernel_adds_to_codes_for_amx(shape, source, to, there):
+def test_the_kernel_adds_to_codes_for_amx(shape, source, to, there, quick):
     """What it adds to codes in plain order, forth and back."""
     draws, strip = np.random.default_rng(0), int(np.prod(shape))
     positions = np.flatnonzero(draws.random(strip) < 0.2)
     by = np.where(draws.random(len(positions)) < 0.7, 1, draws.integers(2, 256, len(positions))).astype(np.uint8)
-    steps, others, raw = encode(strip, positions, by)
+    *counts, raw = encode(strip, positions, by, quick)
     plain = torch.from_numpy(draws.integers(0, 256, there, dtype=np.uint8))
     live, before = torch.empty_like(plain), plain.clone()
     for m, codes in enumerate(plain):
@@ -160,10 +166,10 @@ def test_the_kernel_adds_to_codes_for_amx(shape, source, to, there):
     place = place_of(shape, source, to, live, Order.AMX)
     for back, memory, at in ((False, plain, place_of(shape, source, to, plain)), (False, live, place)):
         there = kernel.Matrices(shape[-2:], 1, [at])
-        assert kernel.add([kernel.Addition(raw.ctypes.data, strip, steps, others, 0, there)], back) == [True]
+        assert kernel.add([kernel.Addition(raw.ctypes.data, strip, *counts, 0, there)], back) == [True]
         assert memory is plain or torch.equal(torch.stack([AMX.load(m, 0, len(m)) for m in live]), plain)
     assert not torch.equal(plain, before)
-    kernel.add([kernel.Addition(raw.ctypes.data, strip, steps, others, 0, there)], back=True)
+    kernel.add([kernel.Addition(raw.ctypes.data, strip, *counts, 0, there)], back=True)
     assert torch.equal(torch.stack([AMX.load(m, 0, len(m)) for m in live]), before)
 
 
@@ -184,8 +190,9 @@ def test_a_box_that_is_not_of_whole_lines_has_no_place_for_amx():
 
 @pytest.mark.parametrize("isa", ["native", "avx2", "plain"])
 @pytest.mark.parametrize("layout", [ROWS, AMX], ids=["rows", "amx"])
+@pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("box", [((0, 2048), (0, 256)), ((100, 2000), (0, 256)), ((0, 1030), (64, 200))], ids=str)
-def test_patches_are_added_together_and_their_rows_summed_up(isa, layout, box, monkeypatch):
+def test_patches_are_added_together_and_their_rows_summed_up(isa, layout, box, quick, monkeypatch):
     """By all threads. One among them is no patch: it says so, nothing of it is added, and the others are."""
     build_for(isa, monkeypatch)
     draws, shape, each = np.random.default_rng(0), (2048, 256), 512
@@ -205,12 +212,12 @@ def test_patches_are_added_together_and_their_rows_summed_up(isa, layout, box, m
     additions, bad, raws = [], 2, []
     for n in range(4):
         positions = np.flatnonzero(draws.random(each * 256) < 0.1)
-        by = np.where(draws.random(len(positions)) < 0.7, 1, 5).astype(np.uint8)
-        steps, others, raw = encode(each * 256, positions, by)
+        by = draws.choice([1, 255, 5], len(positions), p=[0.4, 0.4, 0.2]).astype(np.uint8)
+        *counts, raw = encode(each * 256, positions, by, quick)
         if n == bad:
             raw[-len(raw) // 2 :] = 0xFF
         raws.append(raw)
-        additions.append(kernel.Addition(raw.ctypes.data, each * 256, steps, others, n * each * 256, there))
+        additions.append(kernel.Addition(raw.ctypes.data, each * 256, *counts, n * each * 256, there))
     done = kernel.add(additions, summed=True)
     assert done == [n != bad for n in range(4)]
     part = live[slice(*rows), slice(*columns)]

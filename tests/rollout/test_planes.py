@@ -1,6 +1,7 @@
 """Planes of a ledger: what changed is found, and fingerprints are carried through it, by a kernel as by numpy."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -38,10 +39,10 @@ SHAPES = [
 OF_WIDTH = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
 
 
-def _changes(plane, row, rows, patch_rows):
+def _changes(plane, row, rows, patch_rows, quick=False):
     """What one look at some rows, which may be a cast, says of their plane."""
     new = rows if isinstance(rows, torch.Tensor) else rows.job(patch_rows) or rows.made()
-    look = Look(plane, row, new, patch_rows)
+    look = Look(plane, row, new, patch_rows, quick)
     (found,) = changes_of([look], Room().bytes(look.bytes))
     return found
 
@@ -77,9 +78,9 @@ def test_fingerprints_are_carried_through_changes(dtype, shape, parts):
         old = new.clone()
         new.view(torch.uint8)[0, int(torch.randint(0, new.view(torch.uint8).shape[1], (1,), generator=draws))] ^= 3
         patterns = old.view(torch.uint8).view(-1).numpy().view(plane.pattern).copy()
-        for first, rows, steps, others, raw in _changes(plane, row, new, 2):
+        for first, rows, *counts, raw in _changes(plane, row, new, 2):
             strip = patterns[(first - row) * plane.columns :][: rows * plane.columns]
-            for positions, differences in decode(raw, rows * plane.columns, steps, others, dtype.itemsize):
+            for positions, differences in decode(raw, rows * plane.columns, *counts, dtype.itemsize):
                 strip[positions] += differences
         assert np.array_equal(patterns, new.view(torch.uint8).view(-1).numpy().view(plane.pattern))
         assert not _changes(plane, row, new, 2)
@@ -145,11 +146,11 @@ def test_the_kernel_finds_what_numpy_finds(without_compiler, shape, width, share
         cuts += [{"above": (top, wide), "below": (bottom, wide)}, whole | {"below": (bottom, wide)}]
         cuts += [{"left": (high, (0, half)), "right": (high, (half, shape[1]))}]
         cuts += [{"a corner": (top, (half, shape[1])), "the other": (bottom, (0, half))}]
-    for parts in cuts:
-        _finds_the_same(without_compiler, shape, width, share, parts)
+    for parts, quick in itertools.product(cuts, [False, True]):
+        _finds_the_same(without_compiler, shape, width, share, parts, quick)
 
 
-def _finds_the_same(without_compiler, shape, width, share, parts):
+def _finds_the_same(without_compiler, shape, width, share, parts, quick):
     draws = torch.Generator().manual_seed(0)
     planes = [Plane(shape, OF_WIDTH[width], parts) for _ in range(2)]
 
@@ -166,7 +167,7 @@ def _finds_the_same(without_compiler, shape, width, share, parts):
 
     def found(plane):
         new = second.view(plane.values.dtype).view(plane.matrix.shape)
-        return [(*row, raw.tobytes()) for *row, raw in _changes(plane, 0, new, 16)]
+        return [(*row, raw.tobytes()) for *row, raw in _changes(plane, 0, new, 16, quick)]
 
     by_kernel, by_numpy = found(planes[0]), without_compiler(found, planes[1])
     assert by_kernel == by_numpy

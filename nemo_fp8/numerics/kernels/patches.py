@@ -9,6 +9,7 @@ Both work on a CPU's memory, and return None without a C compiler; the caller co
 from __future__ import annotations
 
 import ctypes
+import enum
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,10 +22,25 @@ from nemo_fp8.numerics.kernels import build
 from nemo_fp8.numerics.kernels.cpu import ELEMENTS_FOR_THREADS, CastJob, parallel
 
 Bytes = NDArray[np.uint8]
-Found = tuple[int, int, Bytes, int, int]
-"""(steps, others, bytes of the patch, elements that changed, largest pattern that is new, without its sign)"""
+Found = tuple[int, int, int, int, Bytes, int, int]
+"""(coding, ups, downs, others, bytes of the patch, elements that changed, largest new pattern without its sign)"""
 Sums = tuple[torch.Tensor, torch.Tensor]
 """The wrapping sums of 64-bit words, by row and by column."""
+
+
+class Coding(enum.IntEnum):
+    """How a patch has the positions of its ups and downs."""
+
+    SMALL = 0
+    """In few bits each, for patches that travel."""
+    QUICK = 1
+    """As words of a bitmap: quicker to write and to read on processors that pack elements of vectors."""
+
+
+def packs() -> bool:
+    """Return whether a kernel packs elements of vectors on this processor, so that QUICK is quicker."""
+    library = build.library()
+    return library is not None and bool(library.nemo_fp8_packs())
 
 
 class Part(ctypes.Structure):
@@ -54,7 +70,7 @@ class _FindJob(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("old", "now", "cast", "out", "patches", "parts")),
         *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "first_row", "patch_rows")),
         ("sign", ctypes.c_uint32),
-        *((name, ctypes.c_int32) for name in ("width", "parts_count")),
+        *((name, ctypes.c_int32) for name in ("width", "quick", "parts_count")),
     )
 
 
@@ -74,8 +90,8 @@ class _AddJob(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("raw", "places")),
-        *((name, ctypes.c_int64) for name in ("strip", "steps", "others", "first", "rows", "columns")),
-        *((name, ctypes.c_int32) for name in ("width", "places_count", "back", "summed", "done")),
+        *((name, ctypes.c_int64) for name in ("strip", "ups", "downs", "others", "first", "rows", "columns")),
+        *((name, ctypes.c_int32) for name in ("width", "coding", "places_count", "back", "summed", "done")),
     )
 
 
@@ -114,7 +130,9 @@ class Addition(NamedTuple):
     address: int
     """Where its bytes lie: as many as the counts ask for."""
     strip: int
-    steps: int
+    coding: int
+    ups: int
+    downs: int
     others: int
     first: int
     """The number of the strip's first element in the tensor."""
@@ -137,6 +155,8 @@ class Find(NamedTuple):
     """The bit of the sign in a pattern."""
     parts: Sequence[Part]
     """Parts of the tensor whose sums are carried; rows must be whole words if there are any."""
+    quick: bool = False
+    """Whether patches are QUICK where that pays."""
 
 
 def find(finds: Sequence[Find], out: Bytes) -> list[list[Found]] | None:
@@ -149,9 +169,9 @@ def find(finds: Sequence[Find], out: Bytes) -> list[list[Found]] | None:
     if library is None:
         return None
     counts = [-(-len(one.old) // one.patch_rows) for one in finds]
-    made, jobs, parts = np.empty((sum(counts), 5), np.int64), (_FindJob * len(finds))(), []
+    made, jobs, parts = np.empty((sum(counts), 7), np.int64), (_FindJob * len(finds))(), []
     patches, room, elements = made.ctypes.data, out.ctypes.data, 0
-    for n, ((old, new, row, patch_rows, sign, carried), count) in enumerate(zip(finds, counts, strict=True)):
+    for n, ((old, new, row, patch_rows, sign, carried, quick), count) in enumerate(zip(finds, counts, strict=True)):
         now = cast = None
         if isinstance(new, torch.Tensor):
             assert old.shape == new.shape
@@ -165,7 +185,7 @@ def find(finds: Sequence[Find], out: Bytes) -> list[list[Found]] | None:
         parts.append((Part * len(carried))(*carried))
         jobs[n] = _FindJob(
             old.data_ptr(), now, cast, room, patches, ctypes.addressof(parts[-1]), len(old),
-            old.shape[1] * old.itemsize, row, patch_rows, sign, old.itemsize, len(carried),
+            old.shape[1] * old.itemsize, row, patch_rows, sign, old.itemsize, quick, len(carried),
         )  # fmt: skip
         patches, room, elements = patches + made.strides[0] * count, room + old.nbytes, elements + old.numel()
     assert room <= out.ctypes.data + len(out)
@@ -178,8 +198,8 @@ def find(finds: Sequence[Find], out: Bytes) -> list[list[Found]] | None:
         size = one.patch_rows * one.old.shape[1] * one.old.itemsize
         some = itertools.islice(told, count)
         found.append([
-            (steps, others, out[at : at + length], changed, largest)
-            for at, (steps, others, length, changed, largest) in zip(itertools.count(first, size), some)
+            (*counts, out[at : at + length], changed, largest)
+            for at, (*counts, length, changed, largest) in zip(itertools.count(first, size), some)
         ])  # fmt: skip
         first += one.old.nbytes
     return found
@@ -195,9 +215,21 @@ def add(additions: Sequence[Addition], back: bool = False, summed: bool = False)
     if library is None:
         return None
     jobs = (_AddJob * len(additions))()
-    for n, (address, strip, steps, others, first, to) in enumerate(additions):
+    for n, (address, strip, coding, ups, downs, others, first, to) in enumerate(additions):
         jobs[n] = _AddJob(
-            address, to.address, strip, steps, others, first, *to.shape, to.width, len(to.places), back, summed
+            address,
+            to.address,
+            strip,
+            ups,
+            downs,
+            others,
+            first,
+            *to.shape,
+            to.width,
+            coding,
+            len(to.places),
+            back,
+            summed,
         )
     few = sum(one.strip for one in additions) < 2 * ELEMENTS_FOR_THREADS
     adds = _AddsJob(

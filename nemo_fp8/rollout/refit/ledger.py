@@ -263,6 +263,7 @@ class Ledger:
         size: int,
         most: int = AT_ONCE,
         stay: bool = False,
+        quick: bool = False,
     ) -> Iterator[Filled]:
         """Copy what changed into buffers; yield for each full buffer what lies in it and the bytes used.
 
@@ -279,13 +280,13 @@ class Ledger:
         def wanted() -> int:
             return fit - len(heads)
 
-        for i, what, (row, rows, steps, others, raw) in self._changes(tensors, size, wanted, stay):
+        for i, what, (row, *counts, raw) in self._changes(tensors, size, wanted, stay, quick):
             if used + len(raw) > size or len(heads) == fit:
                 yield heads, used
                 free, used, heads, fit = None, 0, [], min(2 * fit, most)
             free = buffer().numpy() if free is None else free
             free[used : used + len(raw)] = raw  # in numpy, since torch would wake all threads for so little
-            heads.append((i, what, row, rows, steps, others, used))
+            heads.append((i, what, row, *counts, used))  # type: ignore[arg-type]
             used = aligned(used + len(raw))
         if heads:
             yield heads, used
@@ -294,7 +295,7 @@ class Ledger:
         self.expected = self._expected()  # while the workers write the last buffer
 
     def _changes(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], size: int, wanted: Callable[[], int], stay: bool
+        self, tensors: Iterable[tuple[str, torch.Tensor]], size: int, wanted: Callable[[], int], stay: bool, quick: bool
     ) -> Iterator[tuple[int, int, Change]]:
         """Yield every change, of at most ``size`` bytes, with the number of its tensor and the plane.
 
@@ -308,20 +309,22 @@ class Ledger:
                 plane = self.kept[i].planes[strip.what]
                 rows = self.kept[i].patch_rows(strip.what, min(PATCH, size // plane.values.itemsize), size)
                 new = strip.rows if isinstance(strip.rows, torch.Tensor) else strip.rows.job(rows) or strip.rows.made()
-                look = Look(plane, strip.row, new, rows)
+                look = Look(plane, strip.row, new, rows, quick)
                 waiting.append((i, strip, look))
                 count += look.patches + (strip.cast is not None)
                 together += look.bytes
                 passes = strip.cast is not None and isinstance(new, torch.Tensor)
                 if passes or count >= wanted() or together >= TOGETHER:
-                    yield from self._looked_at(waiting, size)
+                    yield from self._looked_at(waiting, size, quick)
                     waiting, count, together = [], 0, 0
             if not stay:
-                yield from self._looked_at(waiting, size)
+                yield from self._looked_at(waiting, size, quick)
                 waiting, count, together = [], 0, 0
-        yield from self._looked_at(waiting, size)
+        yield from self._looked_at(waiting, size, quick)
 
-    def _looked_at(self, waiting: Sequence[tuple[int, Strip, Look]], size: int) -> Iterator[tuple[int, int, Change]]:
+    def _looked_at(
+        self, waiting: Sequence[tuple[int, Strip, Look]], size: int, quick: bool
+    ) -> Iterator[tuple[int, int, Change]]:
         """Yield the changes of strips, and of their scales; they lie in the ledger's room until other ones are looked
         at."""
         values = sum(look.bytes for *_, look in waiting)
@@ -331,7 +334,7 @@ class Ledger:
         for i, row, cast in casts:
             plane, kept = self.kept[i].planes[SCALES], self.kept[i]
             rows = kept.patch_rows(SCALES, min(PATCH, size // plane.values.itemsize), size)
-            looks.append(Look(plane, row, kept.scales_of(cast), rows))
+            looks.append(Look(plane, row, kept.scales_of(cast), rows, quick))
         of_scales = iter(changes(looks, out[values:]))
         for (i, strip, _), some in zip(waiting, found, strict=True):
             yield from ((i, strip.what, change) for change in some)

@@ -32,8 +32,8 @@ from nemo_fp8.rollout.refit.fingerprint import Fingerprint
 from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.patch import PATTERNS, encode, matrix_of
 
-Change = tuple[int, int, int, int, Bytes]
-"""(first row, rows, steps, others, bytes of the patch)"""
+Change = tuple[int, int, int, int, int, int, Bytes]
+"""(first row, rows, coding, ups, downs, others, bytes of the patch)"""
 Sums = tuple[torch.Tensor, torch.Tensor]
 Words = tuple[int, int, int, int]
 """(first row, last row, first word, last word)"""
@@ -88,6 +88,8 @@ class Look(NamedTuple):
     """The rows as they are now, or the cast that makes them."""
     patch_rows: int
     """A patch is of so many rows, but for the last."""
+    quick: bool = False
+    """Whether patches are QUICK where that pays."""
 
     @property
     def rows(self) -> int:
@@ -139,21 +141,21 @@ class Plane:
             for part, (of_rows, of_columns) in self._carried().items()
         ]
         old = self.matrix[look.row : look.row + look.rows]
-        return patches.Find(old, look.new, look.row, look.patch_rows, self.sign, parts)
+        return patches.Find(old, look.new, look.row, look.patch_rows, self.sign, parts, look.quick)
 
     def _changes(self, asked: patches.Find, found: Sequence[patches.Found]) -> list[Change]:
         """Note what was found, and return the patches in which anything has changed."""
-        if any(changed for _, _, _, changed, _ in found):
+        if any(changed for *_, changed, _ in found):
             self.prints = {part: print_ for part, print_ in self.prints.items() if part in self.words}
         changes = list[Change]()
-        for first, (steps, others, raw, changed, largest) in zip(
+        for first, (coding, ups, downs, others, raw, changed, largest) in zip(
             range(0, len(asked.old), asked.patch_rows), found, strict=True
         ):
             if changed:
                 self.changed += changed
                 self.top = None if self.top is None else max(self.top, largest)
                 rows = min(asked.patch_rows, len(asked.old) - first)
-                changes.append((asked.row + first, rows, steps, others, raw))
+                changes.append((asked.row + first, rows, coding, ups, downs, others, raw))
         return changes
 
     def _find(self, asked: patches.Find) -> list[patches.Found]:
@@ -175,7 +177,7 @@ class Plane:
             )
             at = np.flatnonzero(was != now)
             largest = int(np.max(now[at] & ~self.pattern(self.sign), initial=0))
-            found.append((*encode(len(now), at, now[at] - was[at]), len(at), largest))
+            found.append((*encode(len(now), at, now[at] - was[at], asked.quick), len(at), largest))
         old.copy_(new)
         return found
 

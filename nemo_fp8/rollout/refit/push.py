@@ -34,6 +34,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.numerics.kernels.patches import packs
 from nemo_fp8.rollout.refit.alive import LOOK, in_thread
 from nemo_fp8.rollout.refit.casting import Casts
 from nemo_fp8.rollout.refit.control import RUNNING, Answer, control_of, is_held, why_mixed
@@ -42,7 +43,7 @@ from nemo_fp8.rollout.refit.ledger import Filled, Ledger
 from nemo_fp8.rollout.refit.manifest import LONGEST_NAME, Entry, Manifest, is_version, pairs
 from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
-from nemo_fp8.rollout.refit.wire import Memory, Refused, Transport, cut, raise_problems, transport_of, way_of
+from nemo_fp8.rollout.refit.wire import WAYS, Memory, Refused, Transport, cut, raise_problems, transport_of, way_of
 
 TRANSPORTS = ("auto", "memory", "http")
 DELTAS = (False, True, "auto")
@@ -124,7 +125,7 @@ class Refit:
             )
         if delta not in DELTAS:
             raise PrecisionError([unknown("delta", delta, DELTAS)])
-        changes = way_of(self.transport, self.control) == "http" if delta == "auto" else bool(delta)
+        changes = self._travels if delta == "auto" else bool(delta)
         with self._alone:
             return self._push(named_tensors, manifest, verify, changes, weight_version)
 
@@ -217,8 +218,8 @@ class Refit:
             ledger.verify = verify
             self.ledger = None  # it notes what it finds, whether or not that reaches the engine
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
-            stay = isinstance(named_tensors, Mapping)
-            changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches, stay)
+            stay, quick = isinstance(named_tensors, Mapping), not transport.travels and packs()
+            changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches, stay, quick)
             filled = _filled(changes, asked, transport.buffers)  # meanwhile requests are computed
             begun = asked.result()
             self.control.hold(self.running)
@@ -336,6 +337,10 @@ class Refit:
         check.casts.begin()
         buffers = cut(to_send, check.manifest, transport.buffer, check.whole, weights, check.casts)
         return _Sending(transport, buffers, check.casts, skipped)
+
+    @property
+    def _travels(self) -> bool:
+        return WAYS[way_of(self.transport, self.control)].travels
 
     def _transport(self, manifest: Manifest, whole: Collection[int], weights: Shared | None = None) -> Transport:
         """Return the way to the workers, with the buffers of the last push if they fit."""

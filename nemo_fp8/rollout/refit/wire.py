@@ -131,6 +131,8 @@ class Transport(Protocol):
     """How many buffers there are."""
     patches: int
     """The most patches of a message."""
+    travels: bool
+    """Whether bytes go elsewhere, so that fewer of them take less time."""
 
     @property
     def memory(self) -> Memory:
@@ -171,6 +173,7 @@ class SharedMemory:
 
     most, buffers = 8 << 20, 4
     patches = 32  # few enough for the workers to add these while the sender looks for others
+    travels = False
 
     def __init__(
         self, control: Control, size: int, weights: Shared | None, kept: Memory | None, mapped: MutableSet[Shared]
@@ -260,7 +263,7 @@ class Body:
     Raises PrecisionError if the engine is not reached by requests.
     """
 
-    most, buffers, patches = 32 << 20, BUFFERS, AT_ONCE
+    most, buffers, patches, travels = 32 << 20, BUFFERS, AT_ONCE, True
 
     def __init__(self, control: Control, size: int, kept: Memory | None) -> None:
         if not isinstance(control, Carrier):
@@ -315,6 +318,10 @@ def way_of(name: str, control: Control) -> str:
     return "memory" if local and hasattr(os, "memfd_create") else "http"
 
 
+WAYS: dict[str, type[SharedMemory | Body]] = {"memory": SharedMemory, "http": Body}
+"""What ``way_of`` returns -> the transport."""
+
+
 def transport_of(
     name: str,
     control: Control,
@@ -330,7 +337,7 @@ def transport_of(
     ``chunk`` bounds the bytes of all buffers together; a tensor of ``whole`` may need more. ``kept`` are the buffers of
     an earlier push, to be used again, and ``mapped`` is what these workers have mapped; more is added to it.
     """
-    way = SharedMemory if way_of(name, control) == "memory" else Body
+    way = WAYS[way_of(name, control)]
     size = capacity(manifest, min(chunk // way.buffers, way.most), whole)
     if way is Body:
         return Body(control, size, kept)

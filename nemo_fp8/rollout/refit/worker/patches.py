@@ -34,6 +34,7 @@ from nemo_fp8.rollout.refit.fingerprint import Fingerprint
 from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.memory import Opened
 from nemo_fp8.rollout.refit.patch import (
+    CODINGS,
     LONGEST,
     SCALES,
     VALUES,
@@ -75,7 +76,9 @@ class KeptPatch(NamedTuple):
     what: int
     row: int
     rows: int
-    steps: int
+    coding: int
+    ups: int
+    downs: int
     others: int
     raw: Bytes
     address: int
@@ -165,7 +168,7 @@ class Patching(Session):
         """Whether there is no way back."""
 
     def write(self, memory: Opened, pieces: Any, stays: bool = False) -> None:
-        """Write pieces of whole tensors (four numbers), and add patches (seven, see ``patch.Patch``).
+        """Write pieces of whole tensors (four numbers), and add patches (nine, see ``patch.Patch``).
 
         Raises PrecisionError for a piece that cannot be.
         """
@@ -174,7 +177,7 @@ class Patching(Session):
         patches: list[Any] = []
         whole: list[Any] = []
         for piece in pieces:
-            (patches if isinstance(piece, list) and len(piece) == 7 else whole).append(piece)
+            (patches if isinstance(piece, list) and len(piece) == 9 else whole).append(piece)
         super().write(memory, whole, stays)
         if patches:
             self._apply(self._taken(memory, patches))
@@ -196,8 +199,9 @@ class Patching(Session):
         first = room.ctypes.data
         for piece, address, size, end in zip(pieces, addresses, sizes, ends, strict=True):
             ctypes.memmove(first + end - size, address, size)
-            i, what, row, rows, steps, others, _ = piece
-            some.append(KeptPatch(i, what, row, rows, steps, others, room[end - size : end], first + end - size))
+            i, what, row, rows, coding, ups, downs, others, _ = piece
+            bytes_, at = room[end - size : end], first + end - size
+            some.append(KeptPatch(i, what, row, rows, coding, ups, downs, others, bytes_, at))
         return some
 
     def _apply(self, some: Sequence[KeptPatch]) -> None:
@@ -262,9 +266,9 @@ class Patching(Session):
 
     def _checked_patch(self, piece: Any) -> int:
         """Return how many bytes a patch has; raise PrecisionError if it cannot be."""
-        if [*map(type, piece)] != [int] * 7:
-            raise bad_piece(piece, "It is no seven whole numbers")
-        i, what, row, rows, steps, others, _ = piece
+        if [*map(type, piece)] != [int] * 9:
+            raise bad_piece(piece, "It is no nine whole numbers")
+        i, what, row, rows, coding, ups, downs, others, _ = piece
         if not 0 <= i < len(self.rows) or what not in (VALUES, SCALES):
             raise bad_piece(piece, f"The manifest has {len(self.rows)} tensors, with values and scales")
         name, (shape, width) = self.plan.manifest[i].name, self._plane(i, what)
@@ -275,10 +279,12 @@ class Patching(Session):
             raise bad_piece(piece, f"{name} has {count} rows, of which {self.next.get((i, what), 0)} are done")
         if rows > 1 and rows * columns > LONGEST:
             raise bad_piece(piece, f"It is of more than {LONGEST} elements")
-        if min(steps, others) < 0 or not 0 < steps + others <= rows * columns:
+        if coding not in CODINGS:
+            raise bad_piece(piece, f"No patch is coded as {coding}")
+        if min(ups, downs, others) < 0 or not 0 < ups + downs + others <= rows * columns:
             raise bad_piece(piece, f"It has {rows * columns} elements")
         self.next[i, what] = row + rows
-        return size_of(rows * columns, steps, others, width)
+        return size_of(rows * columns, coding, ups, downs, others, width)
 
     def _plane(self, i: int, what: int) -> tuple[tuple[int, int], int]:
         """Return the rows and columns of what a patch changes, and the bytes of an element."""
@@ -313,9 +319,9 @@ class Patching(Session):
         known = {n: to for n, one in enumerate(some) if (to := self._places(one.i, one.what)) is not None}
         additions = list[kernel.Addition]()
         for n, to in known.items():
-            _, _, row, rows, steps, others, _, address = some[n]
+            _, _, row, rows, coding, ups, downs, others, _, address = some[n]
             columns = to.shape[1]
-            additions.append(kernel.Addition(address, rows * columns, steps, others, row * columns, to))
+            additions.append(kernel.Addition(address, rows * columns, coding, ups, downs, others, row * columns, to))
         done = kernel.add(additions, back, summed=not back)
         for n, good in zip(known, done or (), strict=False):
             outcomes[n] = good or no_patch("its positions are not increasing, or not as many as it says")
@@ -369,9 +375,9 @@ class Patching(Session):
 
     def _add_slowly(self, one: KeptPatch, back: bool) -> None:
         """Add a patch in numpy and torch. Raises PrecisionError if it is none; then nothing was added."""
-        i, what, row, rows, steps, others, raw, _ = one
+        i, what, row, rows, coding, ups, downs, others, raw, _ = one
         (_, columns), width = self._plane(i, what)
-        for positions, differences in decode(raw, rows * columns, steps, others, width):
+        for positions, differences in decode(raw, rows * columns, coding, ups, downs, others, width):
             by = np.negative(differences) if back else differences
             for route, (live, shape, source, to) in zip(self._routes(i), self._parts(i, what), strict=True):
                 here, places = moved(positions + row * columns, shape, source, to)
