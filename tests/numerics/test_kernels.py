@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -323,6 +324,13 @@ def cache(tmp_path, monkeypatch):
     build.library.cache_clear()
     yield tmp_path / "nemo_fp8"
     build.library.cache_clear()
+
+
+def test_every_file_of_the_kernels_decides_which_library_is_built():
+    """Else a library that was built of other lines would be taken for this one."""
+    folder = Path(build.__file__).parent
+    assert sorted(build.SOURCES) == sorted(folder.glob("*.c"))
+    assert sorted(build.HEADERS) == sorted(folder.glob("*.h"))
 
 
 def test_without_a_compiler_it_says_so_once(cache, monkeypatch, caplog):

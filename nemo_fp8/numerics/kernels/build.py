@@ -40,7 +40,7 @@ _NAMES = (
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _SHARED = (
     "fp8.h", "fp8_job.h", "fp8_tops.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h", "fp8_tables.h",
-    "fp8_sums.h", "fp8_amx.h", "fp4_turn.h", "turn_eight.h", "product.h",
+    "fp8_sums.h", "fp8_amx.h", "fp8_positions.h", "fp4_turn.h", "turn_eight.h", "product.h",
 )  # fmt: skip
 HEADERS = tuple(Path(__file__).with_name(name) for name in _SHARED)
 FLAGS = (
