@@ -7,7 +7,9 @@ optimizer do. Each encoding has the places and the new codes: a bit mask or the 
 
 The other tables are of GRPO on sorting digits (docs/rl.md), 1.4 million weights, BF16 training and an FP8 rollout, step
 by step. "Everything" is the least that a push of all weights takes: codes, scales, and BF16 of what is not in FP8. A
-push of BF16 values, which the engine casts, is about twice that.
+push of BF16 values, which the engine casts, is about twice that. The engine is on the trainer's host: on a processor
+that packs elements of vectors, patches of which more than one element in 256 changes are QUICK, and larger than those
+that would travel.
 """
 
 from __future__ import annotations

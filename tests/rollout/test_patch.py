@@ -114,7 +114,7 @@ def test_words_of_a_bitmap_lie_in_the_strip(at, bit, good, isa, monkeypatch):
         assert places.tolist() == live.flatten().nonzero().flatten().tolist() == [5, 96, 99]
     else:
         assert not live.any()
-        with pytest.raises(PrecisionError, match="its words are beyond|positions are beyond|words, and says"):
+        with pytest.raises(PrecisionError, match=r"its words are beyond|positions are beyond|words, and says"):
             decode(raw, 100, coding, ups, downs, others, 1)
 
 
