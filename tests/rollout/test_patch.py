@@ -216,7 +216,9 @@ def test_a_box_that_is_not_of_whole_lines_has_no_place_for_amx():
 @pytest.mark.parametrize("isa", ["native", "avx2", "plain"])
 @pytest.mark.parametrize("layout", [ROWS, AMX], ids=["rows", "amx"])
 @pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("box", [((0, 2048), (0, 256)), ((100, 2000), (0, 256)), ((0, 1030), (64, 200))], ids=str)
+@pytest.mark.parametrize(
+    "box", [((0, 2048), (0, 256)), ((100, 2000), (0, 256)), ((0, 1030), (64, 200)), ((0, 1030), (8, 200))], ids=str
+)
 def test_patches_are_added_together_and_their_rows_summed_up(isa, layout, box, quick, monkeypatch):
     """By all threads. One among them is no patch: it says so, nothing of it is added, and the others are."""
     build_for(isa, monkeypatch)
@@ -262,6 +264,32 @@ def test_patches_are_added_together_and_their_rows_summed_up(isa, layout, box, q
         part.copy_(AMX.load(wide[0], 0, 2112)[slice(*to[1]), slice(*columns)])
     assert torch.equal(live, before)  # nothing outside of the box
     assert torch.equal(of_columns, expected[1])  # nobody has asked for sums again
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_patch_is_added_to_places_of_words_of_a_bitmap_and_to_others(quick):
+    """Of one tensor: columns that begin with a word, columns that do not, and rows that are not summed up."""
+    draws, shape = np.random.default_rng(0), (70, 256)
+    live = torch.from_numpy(draws.integers(0, 256, shape, dtype=np.uint8))
+    expected, positions = live.clone(), np.flatnonzero(draws.random(live.numel()) < 0.1)
+    by = draws.choice([1, 255, 5], len(positions), p=[0.4, 0.4, 0.2]).astype(np.uint8)
+    after = live.clone()
+    after.numpy().reshape(-1)[positions] += by
+    boxes = [((0, 70), (64, 128)), ((3, 70), (136, 256)), ((0, 70), (0, 64))]
+    places = [place_of(shape, box, box, live) for box in boxes]
+    sums = {
+        n: (torch.full((box[0][1] - box[0][0],), -1), torch.zeros((box[1][1] - box[1][0]) // 8, dtype=torch.int64))
+        for n, box in enumerate(boxes[:2])
+    }
+    *counts, raw = encode(live.numel(), positions, by, quick)
+    to = kernel.Matrices(shape, 1, places, sums)
+    assert kernel.add([kernel.Addition(raw.ctypes.data, live.numel(), *counts, 0, to)], summed=True) == [True]
+    for n, box in enumerate(boxes):
+        here = tuple(slice(*one) for one in box)
+        expected[here] = after[here]
+        if n in sums:
+            assert all(torch.equal(*pair) for pair in zip(sums[n], _sums(after[here].contiguous())[:2], strict=True))
+    assert torch.equal(live, expected)  # and nothing outside of the boxes
 
 
 def test_a_route_that_turns_a_tensor_over_has_no_place():

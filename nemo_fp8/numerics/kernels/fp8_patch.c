@@ -68,10 +68,11 @@ typedef struct marks {
 #ifdef BITMAPS
     uint64_t *bits; /* one for each element */
     int64_t words_count;
+#else
+    int64_t n; /* of positions */
 #endif
     uint32_t *positions;
     uint8_t *tops, *words;
-    int64_t n; /* of positions */
 } marks;
 
 /* What changed in a patch, and what changed in the sums of columns of all parts, one part after the other. */

@@ -280,13 +280,14 @@ class Ledger:
         def wanted() -> int:
             return fit - len(heads)
 
-        for i, what, (row, *counts, raw) in self._changes(tensors, size, wanted, stay, quick):
+        for i, what, change in self._changes(tensors, size, wanted, stay, quick):
+            row, rows, coding, ups, downs, others, raw = change
             if used + len(raw) > size or len(heads) == fit:
                 yield heads, used
                 free, used, heads, fit = None, 0, [], min(2 * fit, most)
             free = buffer().numpy() if free is None else free
             free[used : used + len(raw)] = raw  # in numpy, since torch would wake all threads for so little
-            heads.append((i, what, row, *counts, used))  # type: ignore[arg-type]
+            heads.append((i, what, row, rows, coding, ups, downs, others, used))
             used = aligned(used + len(raw))
         if heads:
             yield heads, used
