@@ -105,7 +105,7 @@ def test_words_of_a_bitmap_lie_in_the_strip(at, bit, more, good, isa, monkeypatc
     build_for(isa, monkeypatch)
     coding, ups, downs, others, raw = encode(100, np.array([5, 96]), np.ones(2, np.uint8), quick=True)
     assert (coding, ups, downs, others, len(raw)) == (kernel.Coding.QUICK, 2, 0, 0, 5)
-    raw, ups = np.append(raw, np.ones(2 * more, np.uint8)), ups + more
+    raw, ups = np.append(raw, np.array([1, 0] * more, np.uint8)), ups + more
     raw[at] |= 1 << bit
     live = torch.zeros(1, 100, dtype=torch.uint8)
     to = kernel.Matrices((1, 100), 1, [place_of((1, 100), ((0, 1), (0, 100)), ((0, 1), (0, 100)), live)])
