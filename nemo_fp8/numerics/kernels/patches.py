@@ -217,20 +217,9 @@ def add(additions: Sequence[Addition], back: bool = False, summed: bool = False)
     jobs = (_AddJob * len(additions))()
     for n, (address, strip, coding, ups, downs, others, first, to) in enumerate(additions):
         jobs[n] = _AddJob(
-            address,
-            to.address,
-            strip,
-            ups,
-            downs,
-            others,
-            first,
-            *to.shape,
-            to.width,
-            coding,
-            len(to.places),
-            back,
+            address, to.address, strip, ups, downs, others, first, *to.shape, to.width, coding, len(to.places), back,
             summed,
-        )
+        )  # fmt: skip
     few = sum(one.strip for one in additions) < 2 * ELEMENTS_FOR_THREADS
     adds = _AddsJob(
         ctypes.addressof(jobs), parallel(), len(jobs), 1 if few or len(jobs) < 2 else torch.get_num_threads()
