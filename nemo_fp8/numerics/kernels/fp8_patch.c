@@ -108,12 +108,10 @@ INLINE uint32_t largest_of(__m512i v, int width) {
     return _mm512_reduce_max_epu32(_mm512_and_si512(v, _mm512_set1_epi32((int)mask_of(width))));
 }
 
-/* Puts bits of the elements from `element` on into a bitmap; those of a vector lie in one word, unless rows are no whole vectors: then
-   the bitmap was zeros. */
-INLINE void mark(marks *m, int64_t element, uint64_t which, int width, int aligned) {
-    if (aligned) { memcpy((uint8_t *)m->bits + element / 8, &which, 8 / (size_t)width); return; }
-    m->bits[element / 64] |= which << element % 64;
-    m->bits[element / 64 + 1] |= which >> 1 >> (63 - element % 64);
+/* Puts bits of the elements from `element` on into a bitmap of zeros, wherever they begin in a word. */
+INLINE void mark(uint64_t *bits, int64_t element, uint64_t which) {
+    bits[element / 64] |= which << element % 64;
+    bits[element / 64 + 1] |= which >> 1 >> (63 - element % 64);
 }
 
 INLINE __m512i after_16(__m512i packed, int width) {
@@ -144,32 +142,39 @@ INLINE int64_t put_others(uint32_t *others, uint32_t *to, uint64_t which, int64_
    The first one's first element is `element`. */
 INLINE void take_over_some(const find_job *j, lists *l, uint8_t *old, const uint8_t *now, __mmask64 there, int whole, int64_t element,
                            int rows, __m512i *most, __m512i *column, __m512i *sums, int64_t *others, int width) {
-    const int64_t across = j->row_bytes / width;
+    const int64_t step = j->row_bytes, across = step / width, ahead = rows > 1 ? rows * step : SOON;
     const __m512i sign = _mm512_set1_epi32((int)(j->sign * (width == 1 ? 0x01010101 : width == 2 ? 0x10001 : 1)));
     const __m512i one = width == 1 ? _mm512_set1_epi8(1) : width == 2 ? _mm512_set1_epi16(1) : _mm512_set1_epi32(1);
     const __m512i all = _mm512_set1_epi32(-1);
-    const int aligned = across % (64 / width) == 0;
+    const int aligned = across % (64 / width) == 0; /* bits of a vector lie in one word */
+    uint64_t *const ups = l->ups.bits, *const downs = l->downs.bits;
+    const size_t word = 8 / (size_t)width;
     __m512i of_column = _mm512_loadu_si512(column);
-    for (int r = 0; r < rows; r++, old += j->row_bytes, now += j->row_bytes, element += across) {
-        __m512i before = whole ? _mm512_loadu_si512(old) : _mm512_maskz_loadu_epi8(there, old);
-        __m512i after = whole ? _mm512_loadu_si512(now) : _mm512_maskz_loadu_epi8(there, now), by;
+    UNROLLED
+    for (int r = 0; r < rows; r++) {
+        uint8_t *was = old + r * step;
+        const uint8_t *is = now + r * step;
+        const uint64_t place = (uint64_t)element + (uint64_t)(r * across);
+        __m512i before = whole ? _mm512_loadu_si512(was) : _mm512_maskz_loadu_epi8(there, was);
+        __m512i after = whole ? _mm512_loadu_si512(is) : _mm512_maskz_loadu_epi8(there, is), by;
         uint64_t some, up, down;
-        __builtin_prefetch(old + (rows > 1 ? rows * j->row_bytes : SOON), 1);
+        __builtin_prefetch(was + ahead, 1);
 #define COMPARE(BITS) \
     by = _mm512_sub_epi##BITS(after, before), some = _mm512_cmpneq_epu##BITS##_mask(before, after); \
-    up = _mm512_cmpeq_epu##BITS##_mask(by, one), down = _mm512_testn_epi##BITS##_mask(_mm512_add_epi##BITS(by, one), all); \
+    up = _mm512_cmpeq_epu##BITS##_mask(by, one), down = _mm512_cmpeq_epu##BITS##_mask(by, all); \
     *most = _mm512_mask_max_epu##BITS(*most, some, *most, _mm512_andnot_si512(sign, after))
         if (width == 1) { COMPARE(8); }
         else if (width == 2) { COMPARE(16); }
         else { COMPARE(32); }
         __m512i words = _mm512_sub_epi64(after, before);
         of_column = _mm512_add_epi64(of_column, words), sums[r] = _mm512_add_epi64(sums[r], words);
-        if (whole) _mm512_storeu_si512(old, after);
-        else _mm512_mask_storeu_epi8(old, there, after);
-        mark(&l->ups, element, up, width, aligned), mark(&l->downs, element, down, width, aligned);
-        if (some != (up | down)) { /* seldom, at the learning rates that patches are for */
+        if (whole) _mm512_storeu_si512(was, after);
+        else _mm512_mask_storeu_epi8(was, there, after);
+        if (aligned) memcpy((uint8_t *)ups + place / 8, &up, word), memcpy((uint8_t *)downs + place / 8, &down, word);
+        else mark(ups, (int64_t)place, up), mark(downs, (int64_t)place, down);
+        if (__builtin_expect(some != (up | down), 0)) { /* seldom, at the learning rates that patches are for */
             int64_t n = l->others_count + r * (across + BEYOND) + others[r];
-            others[r] += put_others(l->others + n, l->by + n, some & ~(up | down), element, by, width);
+            others[r] += put_others(l->others + n, l->by + n, some & ~(up | down), (int64_t)place, by, width);
         }
     }
     _mm512_storeu_si512(column, of_column);
