@@ -43,9 +43,9 @@ def recipes() -> str:
     head = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
     rows = "".join(
         f"| `{name}` | {p.compute} | {p.format or '-'} | {p.scaling or '-'} | {'yes' if p.fp8_param else '-'} | "
-        f"{f'{p.first_layers}+{p.last_layers}' if p.is_fp8 else '-'} | "
+        f"{f'{p.first_layers}+{p.last_layers}' if p.scaling else '-'} | "
         f"{f'{p.weight_scale} / {p.activation_scale}' if p.is_fp8 else '-'} | "
-        f"{f'{p.rollout} {p.rollout_block}' if p.rollout == 'fp8' else p.compute} |\n"
+        f"{p.compute if p.rollout == 'compute' else f'{p.rollout} {p.rollout_block}'} |\n"
         for name, p in PRESETS.items()
     )
     distinct: dict[object, list[str]] = {}

@@ -9,8 +9,8 @@ from typing import Any
 RECORD = Path(__file__).parents[1] / "docs/benchmarks/families.json"
 HEAD = """# Families
 
-Every architecture for text that vLLM's CPU build starts here in BF16, of which transformers has the configuration: a tiny model of each
-(hidden size 256, two layers or as many as it needs, random weights of two seeds) was started in FP8 and pushed other weights, which then
+Every architecture for text that vLLM's CPU build loads here in BF16, of which transformers has the configuration: a tiny model of each
+(hidden size 256, two layers or as many as it needs, random weights of two seeds) was loaded in FP8 and pushed other weights, which then
 were read back. {versions}; {count} architectures.
 
 - **in FP8**: the linears that are stored in FP8, by vLLM's names.
@@ -28,7 +28,7 @@ were read back. {versions}; {count} architectures.
 NOT = """
 ## Not started
 
-vLLM itself did not start these here in BF16 from a checkpoint that transformers makes, or without torchvision, so nothing was tried:
+vLLM itself did not load these here in BF16 from a checkpoint that transformers makes, or without torchvision, so nothing was tried:
 
 | family | what vLLM says |
 |---|---|
@@ -43,9 +43,9 @@ vLLM's own engines of these end so on this processor, in BF16 too; a model in me
 """
 FOOT = """
 ```text
-.venv-rollout/bin/python tools/families.py                in memory: writes docs/benchmarks/families.json
-.venv-rollout/bin/python tools/families.py --engines      in engines, too: twenty minutes
-.venv/bin/python tools/make_docs.py                       writes this page
+.venv-rollout/bin/python tools/families.py                # in memory: writes docs/benchmarks/families.json
+.venv-rollout/bin/python tools/families.py --engines      # in engines, too: twenty minutes
+.venv/bin/python tools/make_docs.py                       # writes this page
 ```
 
 `tests/rollout/test_families.py` has the same trials as tests: a few families always, all of them under `make test-long`.
@@ -59,11 +59,16 @@ def families() -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     text = HEAD.format(versions=versions, count=len({found["architecture"] for found in rows.values()}))
     text += "".join(_row(name, found) for name, found in rows.items())
-    for head, key in ((ENGINELESS, "no engine"), (NOT, "not in BF16")):
-        reasons = {name: found[key] for name, found in record["families"].items() if key in found}
+    ends = {name: why for name, found in record["families"].items() if (why := _why_no_engine(found))}
+    for head, loads in ((ENGINELESS, True), (NOT, False)):
+        reasons = {name: why for name, why in ends.items() if (name in rows) is loads}
         if reasons:
             text += head + "".join(f"| {n} | {_cell(why.partition(' [type=')[0])} |\n" for n, why in reasons.items())
     return text + FOOT
+
+
+def _why_no_engine(found: dict[str, Any]) -> str:
+    return str(found.get("no engine") or found.get("not in BF16") or "")
 
 
 def _row(name: str, found: dict[str, Any]) -> str:
@@ -77,7 +82,7 @@ def _row(name: str, found: dict[str, Any]) -> str:
         "; ".join(f"{names}: {why}" for why, names in kept.items()),
         "; ".join(f"{_last([tensor])}: {made}" for tensor, made in memory["computed"].items()),
         "bitwise" if good else "NO",
-        "none" if "no engine" in found else "-" if engines is None else "bitwise" if all(engines.values()) else "NO",
+        "none" if _why_no_engine(found) else "-" if engines is None else "bitwise" if all(engines.values()) else "NO",
     )
     return f"| {' | '.join(map(_cell, cells))} |\n"
 

@@ -64,7 +64,9 @@ PARTS = {
         "casts against the copy limit and TE's, FP8 GEMMs, a linear, a Llama layer",
         ("casts", "gemms", "linear", "layer"),
     ),
-    "refit": Part("Refit", "an 8B model quantized and pushed from device to device", ("8B", "8B in NVFP4")),
+    "refit": Part(
+        "Refit", "an 8B model quantized on the device, into memory laid out as an engine's", ("8B", "8B in NVFP4")
+    ),
     "train": Part(
         "Training",
         "steps of four layers of Llama-3.1-8B and two of Qwen3-30B-A3B under each recipe: time, memory, loss",

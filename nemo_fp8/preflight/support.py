@@ -136,8 +136,8 @@ WAYS = (
         ("rollout-fp8", "rollout-tensor", "rollout-mxfp8"),
         EMULATED,
         "Weights are kept in FP8, with the same codes and scales, and products are summed in FP32: from the codes for "
-        "a few tokens, of decoded weights for more. Against BF16, tokens are generated at 1.4 times its speed for one "
-        "request and 3 times for eight without BF16 units in the CPU, at 1.5 and 1.1 times with them; prompts are read "
+        "a few tokens, of decoded weights for more. Against BF16, tokens are generated at 1.3 times its speed for one "
+        "request and 3 times for eight without BF16 units in the CPU, at 1.7 and 1.1 times with them; prompts are read "
         "several times faster without units, and with them pay the decoding on top. Experts with biases (GPT-OSS), "
         "with the router's weight on their input (Llama 4) or with another activation than SiLU stay in BF16.",
     ),

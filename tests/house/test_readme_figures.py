@@ -106,17 +106,34 @@ def on_an_h100():
     return f"none of {codes:,} codes and {scales:,} scales differs, nor of {on_a_cpu:,} codes of a CPU"
 
 
-def steps_on_an_h100():
-    """Steps of the Llama slice with BF16 weights, as their speed over BF16's in the same run."""
-    ratios = []
+def _speeds_on_an_h100(model):
+    """Each case of a model, as its speed over BF16's in the same run."""
+    speeds = {}
     for run in runs(_record("gpu_train.json")):
         times = {
-            name.removeprefix("llama: "): median(m["result"]["ms"][20:])
+            name.removeprefix(f"{model}: "): median(m["result"]["ms"][20:])
             for name, m in run["measures"].items()
-            if name.startswith("llama: ") and "FP8 weights" not in name and "result" in m
+            if name.startswith(f"{model}: ") and "result" in m
         }
-        ratios += [times["bf16"] / ms for name, ms in times.items() if name != "bf16"]
-    return f"{min(ratios):.2f} to {max(ratios):.2f} times as fast in FP8 as in BF16"
+        speeds |= {name: times["bf16"] / ms for name, ms in times.items() if name != "bf16"}
+    fp8 = [speed for name, speed in speeds.items() if "FP8 weights" not in name]
+    return f"{min(fp8):.2f} to {max(fp8):.2f} times as fast in FP8 as in BF16; with FP8 weights, too,", speeds
+
+
+def steps_on_an_h100():
+    """Steps of the Llama slice; with FP8 weights in blocks, and with those that have one scale."""
+    said, speeds = _speeds_on_an_h100("llama")
+    blocks, *one = (f"{speeds[f'{name}, FP8 weights']:.2f}" for name in ("blockwise pow2", "tensorwise", "delayed"))
+    (one_scale,) = {*one}
+    cause = "[for which there is a cause](docs/quickstart.md#in-a-nemo-recipe)"
+    return f"{said} {blocks} in blocks and {one_scale} with one scale for a tensor, {cause}"
+
+
+def steps_with_experts_on_an_h100():
+    """Steps of the Qwen3-MoE slice; with FP8 weights, too."""
+    said, speeds = _speeds_on_an_h100("moe")
+    weights = [speed for name, speed in speeds.items() if "FP8 weights" in name]
+    return f"{said} {min(weights):.2f} to {max(weights):.2f}"
 
 
 def refit_on_an_h100():
@@ -126,7 +143,7 @@ def refit_on_an_h100():
     return f"{shares['straight']:.0%} of a copy, {shares['through buffers']:.0%} through buffers"
 
 
-GPU = [on_an_h100, steps_on_an_h100, refit_on_an_h100]
+GPU = [on_an_h100, steps_on_an_h100, steps_with_experts_on_an_h100, refit_on_an_h100]
 
 
 @pytest.mark.parametrize("figure", [step_times, suite, pushes, pushes_by_rows, fp8_casts, fp4_casts, *GPU])
