@@ -55,7 +55,7 @@ def mismatch(
     sequences: Annotated[
         int, typer.Option("--sequences", metavar="N", help="How many sequences to emulate.", min=8)
     ] = 64,
-    device: Annotated[str, typer.Option("--device", help="Where to emulate them.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="The torch device that emulates.")] = "cpu",
     false_positives: Annotated[
         float, typer.Option("--false-positives", metavar="P", help="The chance to fire on sound weights.")
     ] = 1e-3,
@@ -64,7 +64,7 @@ def mismatch(
     ] = None,
     truncate: Annotated[
         str | None,
-        typer.Option("--truncate", metavar="TYPE:[MIN:]MAX", help="tis:2, icepop:0.5:5 or seq-mask-tis:0.999:1.002."),
+        typer.Option("--truncate", metavar="TYPE:[MIN:]MAX", help="tis:2, icepop:0.5:5, or seq-mask-tis:MIN:MAX."),
     ] = None,
     kl_type: Annotated[str, typer.Option("--kl", metavar="TYPE", help="The KL estimator: k1, k2 or k3.")] = "k3",
     drop: Annotated[

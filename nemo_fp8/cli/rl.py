@@ -39,7 +39,8 @@ def rl_compare(
         bool, typer.Option("--delta", help="Push what changed since the step before, instead of all weights.")
     ] = False,
     rollout_python: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The Python that has vLLM; .venv-rollout's.")
+        str | None,
+        typer.Option(metavar="FILE", help="The Python that has vLLM; that of .venv-rollout where not given."),
     ] = None,
     address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; one of its own where not given.")

@@ -24,7 +24,7 @@ from nemo_fp8.rollout import Refit
 def dying(tensors, victim, seen):
     """The tensors; in their midst the engine's process of that name is killed: the youngest, since other tests may have
     left engines that run."""
-    children = psutil.Process().children(recursive=True)
+    children = [c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
     named = (child for child in children if "".join(child.cmdline()[:1]).startswith(f"VLLM::{victim}"))
     process = max(named, key=psutil.Process.create_time)
     for i, pair in enumerate(tensors.items()):

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -277,6 +278,50 @@ def test_an_iterator_may_use_its_memory_again(checkpoint, monkeypatch):
         assert differing(held_by(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
     assert max(looks[0]) == 1  # no tensor here is more than a strip
     assert max(looks[1]) > 2
+
+
+def test_a_mapping_may_make_each_tensor_when_it_is_asked_for(checkpoint):
+    """In memory that it uses again, as one does that gathers shards, or reads a file: what was looked at later would be
+    found in the place of it, by ledger and engine alike, and every fingerprint would agree."""
+
+    class Gathering(Mapping):
+        def __init__(self, tensors):
+            self.tensors, self.room = tensors, torch.empty(max(t.numel() for t in tensors.values())).bfloat16()
+
+        def __getitem__(self, name):
+            tensor = self.tensors[name]
+            return self.room[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+        def __iter__(self):
+            return iter(self.tensors)
+
+        def __len__(self):
+            return len(self.tensors)
+
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    for step in range(3):
+        tensors = stepped(tensors, step)
+        receipt = refit.push(Gathering(tensors), delta=True).require()
+        assert (receipt.delta.instead == "") == (step > 0)
+        assert differing(held_by(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
+
+
+def test_weights_from_which_others_were_made_have_no_way_back(checkpoint, monkeypatch):
+    """Attention derives matrices from the new weights at the end of a push: one that dies then has not the weights of
+    before, whatever its patches are."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    refit.push(tensors, delta=True)
+
+    def failing(layers, config):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("nemo_fp8.rollout.refit.worker.session.process_attention", failing)
+    with pytest.raises(PrecisionError, match="no memory"):
+        refit.push(iter(stepped(tensors).items()), delta=True)
+    assert "died half-way" in worker._refit_mixed
+    assert "died half-way" in worker.refuses
 
 
 @pytest.mark.parametrize("how", [dict, list, iter], ids=["mapping", "pairs", "iterator"])

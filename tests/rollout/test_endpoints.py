@@ -172,7 +172,8 @@ def test_an_engine_that_its_owner_paused_is_left_so():
 
 
 def test_a_push_says_whether_old_prefixes_were_forgotten(monkeypatch):
-    """What vLLM answers, all the way to the sender's control; an error of its is no yes."""
+    """What vLLM answers, all the way to the sender's control. An error of its is no yes: nobody can say what is in the
+    cache, so requests are refused, as by a push into an LLM."""
 
     def push(engine):
         door, control = Door(engine), Server("http://127.0.0.1:1")
@@ -185,7 +186,8 @@ def test_a_push_says_whether_old_prefixes_were_forgotten(monkeypatch):
         monkeypatch.setattr(Server, "_post", post)
         for method in ("begin", "write", "finish"):
             control.call(method, {"push": "a", "pieces": [1]})
-        assert engine.asked[-1] == "resume"
+        status, _ = asyncio.run(door.knock("/v1/completions"))
+        assert (engine.asked[-1], status) == (("finish", 503) if isinstance(engine, Failing) else ("resume", 200))
         return control.forget()
 
     class Failing(Engine):

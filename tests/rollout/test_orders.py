@@ -95,6 +95,7 @@ def test_orders_wait_for_a_push_and_a_transfer_repairs_what_one_left():
         assert (await door.knock("/v1/completions"))[0] == 503
         engine.answers["abandon"] = {"mixed": ""}
         assert (await door.knock("/finish_weight_update"))[0] == 200
+        assert engine.asked[-2:] == ["forget", "resume"]  # who waits is not answered from keys of the old weights
         assert (await door.knock("/v1/completions"))[0] == 200
         engine.answers["abandon"] = {"mixed": "push b has begun and has not ended"}  # a weight transfer, and died
         assert (await door.knock("/resume"))[0] == 503

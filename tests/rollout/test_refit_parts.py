@@ -1,5 +1,6 @@
 """What a push is made of, without an engine: manifests, chunks, shared memory, fingerprints, the receipt's words."""
 
+import fcntl
 import gc
 import json
 import math
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +22,8 @@ import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import Entry, Manifest, Refit, fingerprint
-from nemo_fp8.rollout.refit.control import refusal
+from nemo_fp8.rollout.refit.channel import Line
+from nemo_fp8.rollout.refit.control import Offline, Server, refusal
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
 from nemo_fp8.rollout.refit.memory import (
     BUFFERS,
@@ -32,7 +36,7 @@ from nemo_fp8.rollout.refit.memory import (
     Spare,
 )
 from nemo_fp8.rollout.refit.receipt import receipt
-from nemo_fp8.rollout.refit.wire import capacity, cut
+from nemo_fp8.rollout.refit.wire import SharedMemory, capacity, cut, transport_of
 from nemo_fp8.rollout.refit.worker.layouts import Facts, Tally
 
 
@@ -526,3 +530,134 @@ def test_the_largest_of_a_receipt_is_no_number_if_one_is_none(numbers):
     manifest = Manifest.from_plain([["stack", "bfloat16", [2, 2, 2]]])
     (stack,) = _written(manifest, {0: Facts(experts=2, largest=numbers)})
     assert math.isnan(stack.largest)
+
+
+class _Streaming:
+    """A control whose one worker reads the messages of a stream, and gives up after two seconds of waiting."""
+
+    def call(self, method, message):
+        line = Line(message["socket"], 2.0)
+        for _ in line.messages():
+            pass
+        line.close()
+        return [{}]
+
+
+def test_many_messages_that_fill_no_buffer_are_answered():
+    """As those of 100,000 tensors in shared memory are: each side would wait for the other to read."""
+    weights = Shared(64)
+    weights_mapped = {weights}
+    transport = SharedMemory(_Streaming(), 64, weights, None, weights_mapped)
+    weights_mapped.add(transport.shared)
+
+    def stream():
+        transport.open("a", 1)
+        for _ in range(300):
+            transport.send([[0, 0, 1, 0]], 0)
+        transport.end()
+
+    thread = threading.Thread(target=stream, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    transport.close()
+
+
+def test_a_transport_that_is_closed_goes_without_the_collector_of_cycles():
+    """Its buffers would stay in a trainer that collects by hand, as Megatron does."""
+    transport = SharedMemory(_Streaming(), 64, None, None, set())
+    transport.mapped.add(transport.shared)
+    transport.open("a", 1)
+    transport.end()
+    transport.close()
+    gone = weakref.ref(transport)
+    gc.disable()
+    try:
+        del transport
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_memory_that_is_let_go_of_is_not_held_by_a_forked_child():
+    """As those of a data loader are: workers would keep it mapped as long as the child lives."""
+    shared = Shared(4096)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        file = os.open(f"/proc/{child}/fd/{shared.handle['fd']}", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shared.close()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(file)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_tensor_that_no_server_takes_at_once_is_refused_before_the_first_byte():
+    """One of which a loader makes other values is not cut."""
+    manifest = Manifest([Entry("experts.gate_up_proj", "bfloat16", (128, 5760, 2880))])
+    assert transport_of("http", Server("http://127.0.0.1:1"), manifest, 1 << 28).size == 32 << 20
+    with pytest.raises(PrecisionError, match=r"experts\.gate_up_proj has 4\.2 GB, and a server takes 2\.1 GB"):
+        transport_of("http", Server("http://127.0.0.1:1"), manifest, 1 << 28, whole=[0])
+
+
+class _Core:
+    """An EngineCore as far as it is paused."""
+
+    paused = False
+
+    def call_utility(self, name, *arguments):
+        if name == "is_scheduler_paused":
+            return self.paused
+        self.paused = name == "pause_scheduler"
+        return None
+
+
+def test_a_pause_that_an_interrupted_push_left_is_not_its_owner_s():
+    core = _Core()
+    engine = SimpleNamespace(engine_core=core, output_processor=SimpleNamespace(request_states={}))
+    control = Offline(SimpleNamespace(llm_engine=engine))
+    control.hold("wait")  # and then Ctrl-C, twice
+    control.hold("wait")
+    control.free()
+    assert not core.paused
+    core.paused = True
+    control.hold("wait")
+    control.free()
+    assert core.paused
+
+
+def test_a_second_ctrl_c_leaves_no_engine_that_stands_still(monkeypatch):
+    """It comes while the end of a push waits for the workers."""
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    class Control(_Streaming):
+        asked = ()
+
+        def call(self, method, message):
+            self.asked = (*self.asked, method)
+            return [{"mixed": ""}]
+
+        def free(self):
+            self.asked = (*self.asked, "free")
+
+    control = Control()
+    refit = Refit(control_with(control))
+    closing = SimpleNamespace(close=lambda: interrupted(None))
+    with pytest.raises(KeyboardInterrupt):
+        refit._end_dead("a", None, Future(), closing, KeyboardInterrupt())
+    assert control.asked == ("abandon", "free")
+
+
+def control_with(control):
+    """The control with the methods that it lacks."""
+    for name in ("hold", "refuse", "allow", "forget"):
+        setattr(control, name, lambda *arguments: None)
+    return control

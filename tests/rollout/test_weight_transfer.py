@@ -1,5 +1,6 @@
 """A push through vLLM's weight-transfer API, by the name ``nemo_fp8``: the receipt and the bits of any other push."""
 
+import io
 import os
 import struct
 from pathlib import Path
@@ -7,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.rollout.engines import fp8, log_probs
-from support.rollout.models import tensors_of
+from support.rollout.in_process import Worker, build
+from support.rollout.models import stepped, tensors_of, weights_of
 from support.rollout.servers import Served, ask
 from support.rollout.trainers import Weights, trainer_of, versions_of
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.engine.compatibility import FEATURES
-from nemo_fp8.rollout.refit import mailbox
+from nemo_fp8.rollout.refit import Manifest, mailbox
 from nemo_fp8.rollout.refit.memory import Shared
 
 BACKEND = {"weight_transfer_config": {"backend": "nemo_fp8"}}
@@ -86,7 +88,7 @@ def test_a_push_that_is_refused_or_dies_is_told_and_repaired(llm, checkpoint):
     source.tensors["model.layers.2.mlp.up_proj.weight"] = left_out
     source.ends_after = 40
     refit = Refit(llm)
-    trainer.about.chunk = 1 << 20  # so that much is written before the end
+    trainer.refit.chunk = 1 << 20  # so that much is written before the end
     with pytest.raises(OSError, match="fell over"):
         trainer.send_weights()
     with pytest.raises(PrecisionError, match="old and new weights"):
@@ -99,6 +101,23 @@ def test_a_push_that_is_refused_or_dies_is_told_and_repaired(llm, checkpoint):
     llm.start_weight_update()  # of a trainer that was killed then
     assert trainer.send_weights().require().fingerprint == after.fingerprint
     assert torch.equal(log_probs(llm, 1, 200), new)
+
+
+def test_changes_go_by_name_too(llm, checkpoint):
+    """From the second push on, of the trainer that has the ledger; and one trainer waits for a push by another way."""
+    source = Weights(checkpoint("qwen3", 0))
+    trainer = trainer_of(llm, source, delta=True)
+    assert Refit(llm)._alone is trainer.refit._alone
+    assert "No ledger" in trainer.send_weights().require().delta.instead
+    source.tensors = stepped(source.tensors)
+    receipt = trainer.send_weights().require()
+    assert receipt.delta.instead == ""
+    assert receipt.verified
+    assert receipt.bytes < receipt.delta.full_bytes / 10
+    found = log_probs(llm, 1, 200)
+    assert Refit(llm).push(source.tensors).require().fingerprint == receipt.fingerprint
+    assert torch.equal(log_probs(llm, 1, 200), found)
+    assert "is not for this engine" in trainer.send_weights().require().delta.instead
 
 
 def test_no_update_from_outside_is_believed(llm, checkpoint):
@@ -212,6 +231,8 @@ def test_letters_are_not_believed():
     mailbox.write(address, 1, {"workers": 2})
     mailbox.write(address, 0, {"workers": 2, "first": True})
     assert box.answers() == [{"workers": 2, "first": True}, {"workers": 2}]
+    mailbox.write(address, 1, {"workers": 2})
+    assert box.answers()[1]["problems"][0][0] == "Two engines answer one trainer."
     for change in ({"number": -1}, {"number": "1"}, {"size": 4096}, {"name": "nemo_fp8-refit-other"}, {"pid": 1 << 30}):
         with pytest.raises(PrecisionError):
             mailbox.write(address | change, 0, {})
@@ -290,6 +311,111 @@ def test_a_trainer_that_hangs_does_not_hold_the_engine_for_ever(monkeypatch):
     line.close()
     channel.close()
     calls.mailbox.close()
+
+
+def test_a_pause_of_a_trainer_that_was_killed_ends_with_the_next_push():
+    """The engine is paused and not mixed, as its owner may have left it; workers know whose push began last, and never
+    ended."""
+    from nemo_fp8.rollout.refit.transfer import Calls, NemoFp8TrainerInit
+
+    class Answering(Noting):
+        def update_weights(self, update_info):
+            mailbox.write(update_info["mailbox"], 0, {"workers": 1, "interrupted": interrupted})
+
+    for interrupted in (True, False):
+        client = Answering()
+        calls, client.paused = Calls(client, NemoFp8TrainerInit(rank=0)), True
+        calls.call("begin", {"push": "b"})
+        calls.hold("wait")
+        calls.free()
+        assert client.paused is not interrupted
+        calls.mailbox.close()
+
+
+def test_a_worker_knows_of_a_push_that_its_sender_never_ended(checkpoint):
+    """vLLM's update may be ended by the trainer that comes next: the one before is gone all the same."""
+    from nemo_fp8.rollout.refit.worker.transfer_engine import NemoFp8WeightTransferEngine
+
+    worker = Worker(build(checkpoint("qwen3", 0)))
+    engine = NemoFp8WeightTransferEngine.__new__(NemoFp8WeightTransferEngine)
+    engine.pushes = worker
+    tensors = Manifest.of(weights_of(checkpoint("qwen3", 1))).to_plain()
+
+    def begin(push):
+        return worker.call("begin", {"push": push, "tensors": tensors})[0]["interrupted"]
+
+    assert not begin("a")
+    assert begin("b")
+    engine.finish_weight_update()
+    assert begin("c")
+    worker.call("abandon", {"push": "c"})
+    assert not begin("d")
+
+
+def test_a_client_whose_methods_are_coroutines_is_refused():
+    """Nobody would run them: the engine would compute while weights change, and any coroutine is true."""
+    from nemo_fp8.rollout.refit.transfer import Calls, NemoFp8TrainerInit
+
+    class OnLoop(Noting):
+        async def pause_generation(self, mode):
+            pass
+
+        async def reset_prefix_cache(self):
+            pass
+
+        async def init_weight_transfer_engine(self, init_info):
+            pass
+
+    calls = Calls(OnLoop(), NemoFp8TrainerInit(rank=0))
+    for call in (calls.meet, calls.forget, lambda: calls.hold("wait")):
+        with pytest.raises(PrecisionError, match="of the client is a coroutine"):
+            call()
+    calls.mailbox.close()
+
+
+def test_a_client_of_two_engines_is_refused():
+    """As vLLM's own for Ray with two handles: the answer of the second would stand where that of the first does, and
+    one of them would be left with weights of two pushes."""
+
+    class FanOut(Noting):
+        def init_weight_transfer_engine(self, init_info):
+            for _ in range(engines):
+                mailbox.write(init_info["mailbox"], 0, {"rank": 0, "workers": 1})
+
+    engines = 1
+    trainer_of(FanOut(), []).shutdown()
+    engines = 2
+    with pytest.raises(PrecisionError, match="Two engines answer one trainer"):
+        trainer_of(FanOut(), [])
+
+
+def test_vllm_s_own_client_for_http_waits_as_long_as_a_push_and_brings_the_token(monkeypatch):
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    from nemo_fp8.rollout.refit import transfer
+
+    asked = {}
+
+    class Reply(io.BytesIO):
+        pass
+
+    def reply_of(request, timeout):
+        asked[request.full_url.rpartition("/")[2]] = (timeout, request.get_header("Authorization"))
+        return Reply(b"{}")
+
+    monkeypatch.setattr(transfer, "reply_of", reply_of)
+    calls = transfer.Calls(
+        HTTPVLLMWeightSyncClient("http://127.0.0.1:1"), transfer.NemoFp8TrainerInit(rank=0, token="t")
+    )
+    with pytest.raises(PrecisionError, match="did not answer"):
+        calls.call("stream", {"push": "a"})
+    calls.hold("wait")
+    calls.client.start_weight_update()
+    calls.mailbox.close()
+    assert {bearer for _, bearer in asked.values()} == {"Bearer t"}
+    assert asked["update_weights"][0] is None
+    assert asked["pause?mode=wait"][0] is None
+    assert asked["start_weight_update"][0] == transfer.PATIENCE
 
 
 def test_what_is_no_client_is_refused():

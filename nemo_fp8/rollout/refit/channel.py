@@ -32,6 +32,7 @@ from nemo_fp8.rollout.refit.memory import NAME
 LARGEST = 1 << 16  # bytes of a message; the kernel takes twice as many by default
 LOOK = 0.2  # seconds between two checks of whether the workers' call has ended
 LATEST = 60.0  # seconds from the first worker that connects to the last
+UNREAD = 32  # answers that may wait for the sender: the kernel has room for 70 of a worker that does not wait for ever
 DONE, FAILED = b"+", b"-"
 _END = b"{}"
 
@@ -156,19 +157,25 @@ class Line:
                     "A message of a push cannot be read.", "It is no JSON object.", "Push with nemo_fp8.rollout.Refit."
                 )
             yield message
-            self._answer(DONE)
+            try:
+                self.socket.send(DONE)
+            except TimeoutError:
+                raise PrecisionError(
+                    "The sender of a push takes no answers.",
+                    f"It read none for {self.socket.gettimeout():.0f} seconds.",
+                    "Push again.",
+                ) from None
+            except OSError:
+                pass  # the sender went away, which the next message shows
 
     def fail(self) -> None:
         """Tell the sender to look at the answer of the call, which has the problem."""
-        self._answer(FAILED)
+        with suppress(OSError):
+            self.socket.send(FAILED)
 
     def close(self) -> None:
         """Close the connection, by which the sender sees that this worker left."""
         self.socket.close()
-
-    def _answer(self, byte: bytes) -> None:
-        with suppress(OSError):  # the sender went away, which the next message shows
-            self.socket.send(byte)
 
 
 def _user(line: socket.socket) -> int:

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 ROUTE = "/nemo_fp8/refit"
 PATIENCE = 600.0  # seconds that a server may take for an answer
 LENGTH = 8  # bytes at the head of a body that say how long the message behind them is
+LARGEST_BODY = 1 << 31  # bytes that a server takes at once
 
 
 class Control(Protocol):
@@ -161,7 +162,8 @@ class Offline:
                 "A push finds unfinished requests in this engine: %d. %s", len(unfinished), _UNFINISHED[running]
             )
         if hasattr(core, "call_utility"):
-            self.resumes = _resumes(engine, self.answered(lambda: core.call_utility("is_scheduler_paused")))
+            paused = self.answered(lambda: core.call_utility("is_scheduler_paused"))
+            self.resumes = self.resumes or _resumes(engine, paused)  # a push that was interrupted has left it paused
             self.answered(lambda: core.call_utility("pause_scheduler", running, False))
         elif running == "wait":
             _Finished(core)
@@ -337,7 +339,7 @@ class OnLoop:
         return answers
 
     def hold(self, running: str) -> None:
-        self.resumes = _resumes(self.engine, self._wait(self.engine.is_paused()))
+        self.resumes = self.resumes or _resumes(self.engine, self._wait(self.engine.is_paused()))
         self._wait(self.engine.pause_generation(mode=running))
 
     def free(self) -> None:

@@ -36,6 +36,7 @@ from nemo_fp8.moved import renamed
 from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
 from nemo_fp8.rollout.refit.alive import LOOK, SILENCE, answered_on_loop
 from nemo_fp8.rollout.refit.control import (
+    LARGEST_BODY,
     LENGTH,
     PREFIX,
     ROUTE,
@@ -72,7 +73,7 @@ PICKLED = "ipc_handles_pickled"
 TRY_AGAIN_LATER = 1013  # a code with which a websocket is closed
 # 128 bytes for each tensor of the longest manifest. The server answers nobody while it parses a message, which takes
 # half a second for the largest.
-LARGEST_MESSAGE, LARGEST_BODY = MOST_ENTRIES << 7, 1 << 31
+LARGEST_MESSAGE = MOST_ENTRIES << 7
 DEEPEST = 8  # lists in lists of a message; a push needs four
 SLOWEST = 1 << 20  # bytes per second that a body must bring on average, once the first SILENCE seconds are over
 NOT_ALLOWED = (
@@ -168,8 +169,8 @@ class RefitEndpoints:
         await self.app(scope, again, send)
         if path_of(scope) == "/finish_weight_update":
             async with self.turning:
-                if self.died and not await self._is_mixed(engine):
-                    await self._open(engine)  # a weight transfer has repaired what a push left behind
+                if self.died and not await self._is_mixed(engine):  # a weight transfer has repaired what a push left
+                    await self._forget_and_open(engine)
 
     async def _resume(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an order through that lets requests in, unless the engine holds weights of two pushes."""
@@ -343,17 +344,27 @@ class RefitEndpoints:
         answers, done = await self._call(engine, "finish", message), False
         named = None
         if not any(answer.get("problems") for answer in answers):
-            try:
-                done = await self._at_work(engine, forgotten(engine))
-            except PrecisionError:
-                raise
-            except Exception:  # the weights are right; the receipt reports the cache
-                log.exception("the prefix cache could not be reset")
             if version := version_to_set("finish", message, answers):
                 await self._at_work(engine, engine.update_weight_version(version))
                 named = await self._at_work(engine, engine.get_weight_version())
-            await self._open(engine)
+            done = await self._forget_and_open(engine)
         return {"answers": answers, "forgotten": done, "weight_version": named}
+
+    async def _forget_and_open(self, engine: Any) -> bool:
+        """Drop the prefix cache, and let requests in again; return whether vLLM says that it dropped the cache.
+
+        Requests are refused if nobody can say: all weights are the new ones, and the cache may be of the old ones.
+        """
+        try:
+            done = bool(await self._at_work(engine, forgotten(engine)))
+        except PrecisionError:
+            raise
+        except Exception as error:
+            log.exception("the prefix cache could not be reset")
+            self._die(f"it ended, but the prefix cache was not dropped ({type(error).__name__})")
+            return False
+        await self._open(engine)
+        return done
 
     async def _open(self, engine: Any) -> None:
         self.push, self.died = "", ""

@@ -5,13 +5,15 @@ the handle of a mailbox with each call, and every worker writes its answer into 
 
     slot = number of the call, length of the answer (8 bytes each), the answer as JSON
 
-The call returns when all workers are done, so a letter is there by then, or the worker did not answer. Pages of the
+The call returns when all workers are done, so a letter is there by then, or the worker did not answer. A second letter
+to the same call is another engine's: its worker writes that in the place of the first. Pages of the
 memory exist once they are written, so slots are as large as the largest answer. Nothing in a letter is trusted: not its
 length, and it is JSON.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import struct
@@ -24,6 +26,11 @@ from nemo_fp8.storage.safetensors import bytes_of
 Answer = dict[str, Any]
 MOST_WORKERS, SLOT = 256, 1 << 27  # about 500 bytes for each tensor of the longest manifest
 _HEAD = struct.Struct("<QQ")
+_TWO_ENGINES = (
+    "Two engines answer one trainer.",
+    "Its client calls several, and a push has one receipt, of the engine whose weights it has seen written.",
+    "Make a trainer for each engine, with a client that calls that one alone.",
+)
 
 
 class Mailbox:
@@ -80,17 +87,20 @@ def write(address: Any, rank: int, answer: Answer) -> None:
             f"It has {MOST_WORKERS} slots of {SLOT} bytes, and a number.",
             "Push with nemo_fp8.rollout.refit.transfer.",
         )
-    text = json.dumps(answer).encode()
-    if len(text) > SLOT - _HEAD.size:
-        text = json.dumps(
-            {"problems": [["A worker's answer is too long.", f"{len(text)} bytes.", "Report it."]]}
-        ).encode()
-    file = os.open(f"/proc/{address['pid']}/fd/{address['fd']}", os.O_WRONLY | os.O_CLOEXEC)
+    file = os.open(f"/proc/{address['pid']}/fd/{address['fd']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         # The process may have ended since, and another one may have its number: the name is that of this memory alone.
         if os.readlink(f"/proc/self/fd/{file}") == f"/memfd:{address['name']} (deleted)":
-            os.pwrite(file, text, rank * SLOT + _HEAD.size)
-            os.pwrite(file, _HEAD.pack(number, len(text)), rank * SLOT)
+            start = rank * SLOT
+            fcntl.lockf(file, fcntl.LOCK_EX, _HEAD.size, start)  # until it is closed
+            before, _ = _HEAD.unpack(os.pread(file, _HEAD.size, start))
+            text = json.dumps(answer | {"problems": [_TWO_ENGINES]} if before == number else answer).encode()
+            if len(text) > SLOT - _HEAD.size:
+                text = json.dumps(
+                    {"problems": [["A worker's answer is too long.", f"{len(text)} bytes.", "Report it."]]}
+                ).encode()
+            os.pwrite(file, text, start + _HEAD.size)
+            os.pwrite(file, _HEAD.pack(number, len(text)), start)
     finally:
         os.close(file)
 

@@ -58,6 +58,13 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def _let_go(fd: int, owner: int) -> None:
+    """Close memory, and give up its lock, which a child that was forked since would hold on to with its copy."""
+    if os.getpid() == owner:  # a child that ends leaves the lock to its parent
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 class Shared:
     """The sender's side: ``size`` bytes, as ``tensor``, that other processes can open by ``handle``."""
 
@@ -74,7 +81,7 @@ class Shared:
             os.close(self._fd)
             raise
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close = weakref.finalize(self, _let_go, self._fd, os.getpid())
 
     def place_of(self, tensor: torch.Tensor) -> int | None:
         """Return the offset of a tensor that lies in this memory in one piece; None if it does not."""

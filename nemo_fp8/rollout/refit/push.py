@@ -25,6 +25,7 @@ import itertools
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -46,6 +47,9 @@ from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
 from nemo_fp8.rollout.refit.wire import WAYS, Memory, Refused, Transport, cut, raise_problems, transport_of, way_of
 
 TRANSPORTS = ("auto", "memory", "http")
+_KEEPING = (dict, OrderedDict, SharedWeights)
+"""Mappings whose tensors stay as they are while others are asked for. Another one may make each when it is asked for,
+in memory that it uses again."""
 DELTAS = (False, True, "auto")
 CHUNK = 256 * 2**20  # bytes of all buffers of a push together, at most
 
@@ -81,7 +85,7 @@ class Refit:
                 f"Give {2**20} (1 MiB) or more.",
             )
         self.control = control_of(engine, token)
-        self._alone = _alone(engine)
+        self._alone = _alone(getattr(self.control, "owner", engine))
         self.chunk, self.transport, self.running = chunk, transport, running
         self.ledger: Ledger | None = None
         """What the engine holds since the last push with ``delta``; None if the last one had no ``delta``, or died. One
@@ -218,7 +222,7 @@ class Refit:
             ledger.verify = verify
             self.ledger = None  # it notes what it finds, whether or not that reaches the engine
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
-            stay, quick = isinstance(named_tensors, Mapping), not transport.travels and packs()
+            stay, quick = type(named_tensors) in _KEEPING, not transport.travels and packs()
             changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches, stay, quick)
             filled = _filled(changes, asked, transport.buffers)  # meanwhile requests are computed
             begun = asked.result()
@@ -269,11 +273,13 @@ class Refit:
         error: BaseException,
     ) -> None:  # fmt: skip
         """End a push that died of an error, in whatever step; ``asked`` is how the engine answers to its begin."""
-        if transport is not None:
-            transport.close()
-        wait([asked], LOOK)  # else the engine may hear of the push after its end
-        if not (asked.done() and asked.exception() is error):  # else the engine has refused it, and nothing began
-            self._abandon(push, weight_version, error)
+        try:
+            if transport is not None:
+                transport.close()
+            wait([asked], LOOK)  # else the engine may hear of the push after its end
+        finally:  # also if a second Ctrl-C ends the waiting: an engine that stands still is to be let go, or to refuse
+            if not (asked.done() and asked.exception() is error):  # else the engine has refused it, and nothing began
+                self._abandon(push, weight_version, error)
 
     def _serve_again(self) -> bool:
         """Drop the prefix cache, and let requests in again; return whether vLLM says that it dropped the cache.

@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableSet, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 from weakref import WeakSet
 
 import torch
@@ -32,8 +32,8 @@ import torch
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.moved import renamed
 from nemo_fp8.rollout.refit.casting import Casts
-from nemo_fp8.rollout.refit.channel import Channel, Ended
-from nemo_fp8.rollout.refit.control import Answer, Carrier, Control
+from nemo_fp8.rollout.refit.channel import UNREAD, Channel, Ended
+from nemo_fp8.rollout.refit.control import LARGEST_BODY, Answer, Carrier, Control, Server
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest, not_sendable
 from nemo_fp8.rollout.refit.memory import ALIGNMENT, BUFFERS, NAME, Shared, aligned
 from nemo_fp8.storage.safetensors import bytes_of
@@ -43,6 +43,7 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
 
 FEW = 4  # processors
 AT_ONCE = 500  # pieces of a message: few enough for the largest that a socket takes
+MESSAGE = 1 << 20  # bytes of a body that its message may take
 Piece = tuple[int, int, int, int] | tuple[int, int, int, int, int]
 """(number of the tensor, first row, rows, offset in the buffer) of values; of codes there is one number more before the
 offset: how many bytes behind it their scales begin."""
@@ -218,6 +219,8 @@ class SharedMemory:
             assert self.weights is not None
             handle, first = self.weights.handle, 0
         with self._problems():
+            while self.unanswered >= UNREAD:  # as tensors that lie in shared memory can make it, which fill no buffer
+                self._wait()
             moved = [[*about, offset + first] for *about, offset in pieces]
             self.channel.send({"memory": handle, "pieces": moved, "stays": not used})
         self.unanswered += 1
@@ -235,6 +238,7 @@ class SharedMemory:
         if self.channel is not None:
             self.channel.close()
         self.courier.shutdown()  # the workers' call ends when they see the sockets closed
+        self.channel = None  # it asks this object for its call: the buffers would wait for the collector of cycles
 
     def _wait(self) -> None:
         assert self.channel is not None
@@ -335,13 +339,25 @@ def transport_of(
     """Return the transport of that name, as ``way_of`` has it.
 
     ``chunk`` bounds the bytes of all buffers together; a tensor of ``whole`` may need more. ``kept`` are the buffers of
-    an earlier push, to be used again, and ``mapped`` is what these workers have mapped; more is added to it.
+    an earlier push, to be used again, and ``mapped`` is what these workers have mapped; more is added to it. Raises
+    PrecisionError if a server takes no body that is large enough.
     """
     way = WAYS[way_of(name, control)]
     size = capacity(manifest, min(chunk // way.buffers, way.most), whole)
     if way is Body:
+        if isinstance(control, Server) and size > LARGEST_BODY - MESSAGE:
+            _refuse_body(manifest, whole)
         return Body(control, size, kept)
     return SharedMemory(control, size, weights, kept, WeakSet() if mapped is None else mapped)
+
+
+def _refuse_body(manifest: Manifest, whole: Collection[int]) -> NoReturn:
+    largest = max((manifest[i] for i in whole or range(len(manifest))), key=lambda entry: entry.bytes)
+    raise PrecisionError(
+        f"{largest.name} has {largest.bytes / 1e9:.1f} GB, and a server takes {LARGEST_BODY / 1e9:.1f} GB at once.",
+        "The engine's loader makes other values of this tensor, so it comes in one piece.",
+        "Push from the server's host, where it goes through shared memory.",
+    )
 
 
 def raise_problems(answers: list[Answer]) -> list[Answer]:

@@ -17,16 +17,21 @@
                                         and ``reset_prefix_cache()`` if it has them; else you, and ``caller_pauses``
                                         says so
 
+Such methods return when they have done it (a coroutine is refused), ``is_paused`` and ``reset_prefix_cache`` whether it
+is so. A client calls one engine: a trainer of several has a client, and a ``trainer_init``, for each.
+
 Weights and answers travel through the trainer's memory, so trainer and workers share a host and a user. To another host
 push with ``Refit(url)``.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -45,9 +50,11 @@ from nemo_fp8.rollout.refit.mailbox import Mailbox
 from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.push import CHUNK, Refit
 from nemo_fp8.rollout.refit.receipt import Receipt
+from nemo_fp8.rollout.refit.wire import raise_problems
 from nemo_fp8.rollout.token_file import token_of
 
 LONGEST_REPLY = 1 << 20
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,6 +65,8 @@ class NemoFp8TrainerInit(TrainerInitInfo):
 
     running: str = "wait"
     verify: bool = False
+    delta: bool = False
+    """Whether every push after the first one sends what has changed since, as ``Refit.push(delta=True)`` does."""
     chunk: int = CHUNK
     token: str | None = None
     """The secret of a server that is given by its URL."""
@@ -74,6 +83,9 @@ class NemoFp8TrainerEngine(TrainerWeightTransferEngine[NemoFp8TrainerInit]):
     def __init__(self, about: NemoFp8TrainerInit, client: Any, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=about.is_sender)
         self.about, self.control = about, Calls(client, about) if about.is_sender else None
+        self.refit = None
+        if self.control is not None:
+            self.refit = Refit(self.control, chunk=about.chunk, running=about.running)
 
     @classmethod
     def trainer_init(cls, init_info: NemoFp8TrainerInit, *, client: Any, source: Any = None) -> NemoFp8TrainerEngine:
@@ -97,13 +109,13 @@ class NemoFp8TrainerEngine(TrainerWeightTransferEngine[NemoFp8TrainerInit]):
         """
         tensors = iter(self.source)
         try:
-            if self.control is None:
+            if self.refit is None:
                 return None
-            refit = Refit(self.control, chunk=self.about.chunk, running=self.about.running)
-            return refit.push(
+            return self.refit.push(
                 tensors,
                 manifest=Manifest.of(self.source),
                 verify=self.about.verify,
+                delta=self.about.delta,
                 weight_version=weight_version,
             )
         finally:
@@ -121,42 +133,51 @@ class Calls:
 
     def __init__(self, client: Any, about: NemoFp8TrainerInit) -> None:
         self.client, self.mailbox = _client_of(client, about.token), Mailbox()
-        self.scheduler = _Caller() if about.caller_pauses else _scheduler_of(self.client)
+        self.scheduler = _Caller() if about.caller_pauses else _scheduler_of(self.client, about.token)
         for name in ("hold", "free", "refuse", "allow", "forget"):
             setattr(self, name, getattr(self.scheduler, name))
 
+    @property
+    def owner(self) -> Any:
+        """Return what other ways into the same engine take it by: the ``LLM``, or the URL."""
+        return getattr(self.client, "llm", None) or getattr(self.client, "url", self.client)
+
     def meet(self) -> None:
-        """Have every worker answer once. Raises PrecisionError if one does not."""
-        self.client.init_weight_transfer_engine({"mailbox": self.mailbox.address()})
-        self.mailbox.answers()
+        """Have every worker answer once. Raises PrecisionError if one does not, or those of two engines do."""
+        _done(self.client.init_weight_transfer_engine, {"mailbox": self.mailbox.address()})
+        raise_problems(self.mailbox.answers())
 
     def call(self, method: str, message: Answer) -> list[Answer]:
         """Have every worker do one call of a push; return their answers."""
-        if method == "begin":
+        if method in ("begin", "delta"):
             self._start()
         if method == "stream":
             message = message | {"silence": SILENCE}  # a trainer that hangs does not hold the engine for ever
-        self.client.update_weights({"call": method, "message": message, "mailbox": self.mailbox.address()})
+        _done(self.client.update_weights, {"call": method, "message": message, "mailbox": self.mailbox.address()})
         answers = self.mailbox.answers()
+        if any(answer.get("interrupted") for answer in answers):
+            self.scheduler.resumes = True  # whoever paused the engine for that push is gone
         version = version_to_set(method, message, answers)
         if version is not None:
-            self.client.finish_weight_update(version)
+            _done(self.client.finish_weight_update, version)
             for answer in answers:
                 answer["weight_version"] = self._version()
         elif method == "abandon":
-            self.client.finish_weight_update()
+            _done(self.client.finish_weight_update)
         return answers
 
     def _start(self) -> None:
         try:
-            self.client.start_weight_update()
+            _done(self.client.start_weight_update)
+        except PrecisionError:
+            raise
         except Exception:  # an update that nobody finished, of a trainer that died
-            self.client.finish_weight_update()
-            self.client.start_weight_update()
+            _done(self.client.finish_weight_update)
+            _done(self.client.start_weight_update)
 
     def _version(self) -> str:
         ask = getattr(self.client, "get_weight_version", None)
-        return "" if ask is None else str(ask())
+        return "" if ask is None else str(_done(ask))
 
 
 class _Llm:
@@ -194,7 +215,7 @@ class _Http:
         self._ask("start_weight_update", {})
 
     def update_weights(self, update_info: Answer) -> None:
-        self._ask("update_weights", {"update_info": update_info})
+        self._ask("update_weights", {"update_info": update_info}, None)  # of which one lasts as long as the push
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._ask("finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
@@ -203,7 +224,7 @@ class _Http:
         return str(self._ask("weight_info").get("weight_version", ""))
 
     def pause_generation(self, mode: str) -> None:
-        self._ask(f"pause?mode={mode}", {})
+        self._ask(f"pause?mode={mode}", {}, None)  # requests may have to end first
 
     def resume_generation(self) -> None:
         self._ask("resume", {})
@@ -217,14 +238,15 @@ class _Http:
         self._ask("reset_encoder_cache", {})
         return done
 
-    def _ask(self, path: str, body: Answer | None = None) -> Answer:
-        """Return a server's reply. Raises PrecisionError if it does not reply with 200 and, at most, a JSON object."""
+    def _ask(self, path: str, body: Answer | None = None, patience: float | None = PATIENCE) -> Answer:
+        """Return a server's reply. Raises PrecisionError if it does not reply with 200 and, at most, a JSON object, or
+        not within ``patience`` seconds; None waits as long as it lives."""
         token = self.token or token_of(self.url)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, headers)
         try:
-            with reply_of(request, timeout=PATIENCE) as reply:
+            with reply_of(request, timeout=patience) as reply:
                 said = json.loads(reply.read(LONGEST_REPLY) or b"{}")
                 return said if isinstance(said, dict) else {}
         except (OSError, ValueError) as error:
@@ -248,6 +270,8 @@ class _OwnMethods:
     def hold(self, running: str) -> None:
         if not self.resumes:
             self.resumes = not self._call("is_paused")
+            if not self.resumes:
+                log.info("The engine was paused before this push, and stays so after it: resume it when you want.")
         self._call("pause_generation", running)
 
     def free(self) -> None:
@@ -267,7 +291,7 @@ class _OwnMethods:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         method = getattr(self.client, name, None)
-        return None if method is None else method(*arguments)
+        return None if method is None else _done(method, *arguments)
 
 
 class _Caller(_OwnMethods):
@@ -280,11 +304,29 @@ class _Caller(_OwnMethods):
         return True
 
 
+def _done(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a client's method does. Raises PrecisionError if that is still to be awaited: it would not happen."""
+    found = method(*arguments)
+    if not inspect.isawaitable(found):
+        return found
+    if inspect.iscoroutine(found):
+        found.close()
+    name = getattr(method, "__name__", str(method))
+    raise PrecisionError(
+        f"{name} of the client is a coroutine.",
+        "A push calls it from a thread that has no loop, so the engine would never be asked.",
+        "Give a client whose methods return when the engine has done it, such as "
+        "asyncio.run_coroutine_threadsafe(coroutine, loop).result().",
+    )
+
+
 def _client_of(client: Any, token: str | None) -> Any:
     if isinstance(client, str):
         return _Http(client, token)
     if hasattr(client, "llm_engine"):
         return _Llm(client)
+    if type(client).__module__.startswith("vllm.") and isinstance(getattr(client, "base_url", None), str):
+        return _Http(client.base_url, token)  # vLLM's own sends no token, and waits five minutes for a push at most
     missing = [
         name
         for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
@@ -299,9 +341,9 @@ def _client_of(client: Any, token: str | None) -> Any:
     return client
 
 
-def _scheduler_of(client: Any) -> Any:
+def _scheduler_of(client: Any, token: str | None) -> Any:
     """Return who pauses the engine of a client."""
     if isinstance(client, _Llm):
         return client.control
-    url = getattr(client, "base_url", None)  # vLLM's own client for HTTP
-    return _OwnMethods(_Http(url) if isinstance(url, str) and not isinstance(client, Mapping) else client)
+    url = getattr(client, "base_url", None)  # a client for HTTP that is made as vLLM's own
+    return _OwnMethods(_Http(url, token) if isinstance(url, str) and not isinstance(client, Mapping) else client)

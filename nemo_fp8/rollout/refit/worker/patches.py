@@ -402,6 +402,9 @@ class Patching(Session):
         self._pack(set())  # the push may have died after it packed
         return self.base
 
+    def give_up_way_back(self) -> None:
+        self.lost = True
+
     @torch.no_grad()
     def finish(self, expected: Any = None) -> None:
         """Confirm every part from memory, and pack what lies beside it.
@@ -509,7 +512,8 @@ class NemoFp8Patches(NemoFp8Refit):
         number = number_of(message)
         self._refit_give_up()
         self._refit_session = Patching(plan, number, self._refit_version, self._refit_seals)
-        return {"accepted": True}
+        interrupted, self._refit_under_way = self._refit_under_way, True
+        return {"accepted": True, "interrupted": interrupted}
 
 
 # ---------------------------------------------------------------------- places

@@ -339,6 +339,9 @@ class Session:
         """Undo what was written, and return the version of the weights that are there again; None if that cannot be."""
         return None
 
+    def give_up_way_back(self) -> None:
+        """Let ``take_back`` undo nothing from now on: what follows is made of the new weights."""
+
 
 class NemoFp8Refit:
     """The methods of a push, mixed into vLLM's worker. Each takes a message of plain values and returns another."""
@@ -349,6 +352,8 @@ class NemoFp8Refit:
     _refit_plan: Plan | None = None
     _refit_session: Session | None = None
     _refit_mixed = ""
+    _refit_under_way = False
+    """Whether the sender of the push that began last has neither ended it nor given it up."""
     _refit_version = ""
     """The number of the push whose weights these are; empty before the first push, and while they are mixed."""
     _refit_seals: Mapping[str, Any] = MappingProxyType({})
@@ -396,6 +401,7 @@ class NemoFp8Refit:
             "accepted": accepted,
         }
         if accepted:
+            answer["interrupted"], self._refit_under_way = self._refit_under_way, True
             session = self._refit_session = Session(plan, number, bool(message.get("verify")))
             answer["castable"] = plain_castable(session.castable)
         return answer
@@ -440,6 +446,7 @@ class NemoFp8Refit:
         """End a push. Only now are all weights the new ones; the answer holds the facts for the receipt."""
         session = self._refit_open(message)
         session.finish(message.get("expected"))
+        session.give_up_way_back()
         process_attention(session.plan.layers.values(), self.vllm_config)
         wait_for(session.device)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
@@ -447,6 +454,7 @@ class NemoFp8Refit:
                 getattr(self.model_runner, reset)()
         self._refit_seals = session.seals() if session.sealing else {}
         self._refit_session, self._refit_mixed, self._refit_version = None, "", session.number
+        self._refit_under_way = False
         unwritten = [
             t.name for t in session.plan.routes.parameters if t not in session.sinks and session.plan.way(t) != "scales"
         ]
@@ -458,6 +466,7 @@ class NemoFp8Refit:
         """Close the session of a push that died. Patches are taken back; whole tensors stay until the next push."""
         if self._refit_session is not None and self._refit_session.number == message.get("push"):
             self._refit_give_up()
+            self._refit_under_way = False
         return {"mixed": self._refit_mixed, "version": self._refit_version}
 
     @answering

@@ -87,9 +87,7 @@ class NemoFp8WeightTransferEngine(WeightTransferEngine[NemoFp8InitInfo, NemoFp8U
 
     def finish_weight_update(self) -> None:
         """Give up a push that was not ended: its session holds the sender's memory."""
-        session = self.pushes._refit_session
-        if session is not None:
-            getattr(self.pushes, f"{PREFIX}abandon")({"push": session.number})
+        self.pushes._refit_give_up()  # and not as its sender does: who paused the engine for it may be gone
 
     def shutdown(self) -> None:
         """Let go of the sender's memory, too."""
