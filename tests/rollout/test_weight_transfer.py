@@ -233,7 +233,14 @@ def test_letters_are_not_believed():
     assert box.answers() == [{"workers": 2, "first": True}, {"workers": 2}]
     mailbox.write(address, 1, {"workers": 2})
     assert box.answers()[1]["problems"][0][0] == "Two engines answer one trainer."
-    for change in ({"number": -1}, {"number": "1"}, {"size": 4096}, {"name": "nemo_fp8-refit-other"}, {"pid": 1 << 30}):
+    for change in (
+        {"number": -1},
+        {"number": "1"},
+        {"number": 1 << 64},
+        {"size": 4096},
+        {"name": "nemo_fp8-refit-other"},
+        {"pid": 1 << 30},
+    ):
         with pytest.raises(PrecisionError):
             mailbox.write(address | change, 0, {})
     with pytest.raises(PrecisionError, match="no mailbox for worker 256"):
@@ -277,18 +284,18 @@ def test_an_engine_that_its_owner_has_paused_stays_so():
     for paused in (False, True):
         client.paused = paused
         for _ in range(2):
-            calls.hold("wait")
+            calls.scheduler.hold("wait")
             assert client.paused
             calls.free()
             assert client.paused == paused
         calls.free()  # of a push that died before it had paused
         assert client.paused == paused
-    calls.hold("wait")
+    calls.scheduler.hold("wait")
     calls.refuse("it died")
     for one in (calls, Calls(client, NemoFp8TrainerInit(rank=0))):  # of the same trainer, and of the next
         client.paused = True
         one.refuse("it holds weights of two pushes")
-        one.hold("keep")
+        one.scheduler.hold("keep")
         one.free()
         assert not client.paused
     calls.mailbox.close()
@@ -345,11 +352,14 @@ def test_a_worker_knows_of_a_push_that_its_sender_never_ended(checkpoint):
         return worker.call("begin", {"push": push, "tensors": tensors})[0]["interrupted"]
 
     assert not begin("a")
-    assert begin("b")
-    engine.finish_weight_update()
+    assert not begin("b")  # nor had the first one paused the engine
+    assert worker.call("hold", {"push": "b"})[0].get("problems") is None
     assert begin("c")
-    worker.call("abandon", {"push": "c"})
-    assert not begin("d")
+    engine.finish_weight_update()
+    assert begin("d")
+    worker.call("abandon", {"push": "d"})
+    assert not begin("e")
+    assert "is not open" in worker.call("hold", {"push": "d"})[0]["problems"][0][0]
 
 
 def test_a_client_whose_methods_are_coroutines_is_refused():
@@ -367,7 +377,7 @@ def test_a_client_whose_methods_are_coroutines_is_refused():
             pass
 
     calls = Calls(OnLoop(), NemoFp8TrainerInit(rank=0))
-    for call in (calls.meet, calls.forget, lambda: calls.hold("wait")):
+    for call in (calls.meet, calls.forget, lambda: calls.scheduler.hold("wait")):
         with pytest.raises(PrecisionError, match="of the client is a coroutine"):
             call()
     calls.mailbox.close()
@@ -409,7 +419,7 @@ def test_vllm_s_own_client_for_http_waits_as_long_as_a_push_and_brings_the_token
     )
     with pytest.raises(PrecisionError, match="did not answer"):
         calls.call("stream", {"push": "a"})
-    calls.hold("wait")
+    calls.scheduler.hold("wait")
     calls.client.start_weight_update()
     calls.mailbox.close()
     assert {bearer for _, bearer in asked.values()} == {"Bearer t"}

@@ -81,7 +81,12 @@ def write(address: Any, rank: int, answer: Answer) -> None:
     """Write a worker's answer. Raises PrecisionError if ``address``, which came from outside, is no mailbox."""
     Opened(address)  # the checks of memory that is read
     number = address.get("number")
-    if address["size"] != MOST_WORKERS * SLOT or type(number) is not int or number < 0 or not 0 <= rank < MOST_WORKERS:
+    if (
+        address["size"] != MOST_WORKERS * SLOT
+        or type(number) is not int
+        or not 0 <= number < 1 << 64
+        or not 0 <= rank < MOST_WORKERS
+    ):
         raise PrecisionError(
             f"{str(address)[:120]} is no mailbox for worker {rank}.",
             f"It has {MOST_WORKERS} slots of {SLOT} bytes, and a number.",

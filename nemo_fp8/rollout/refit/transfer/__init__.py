@@ -134,7 +134,9 @@ class Calls:
     def __init__(self, client: Any, about: NemoFp8TrainerInit) -> None:
         self.client, self.mailbox = _client_of(client, about.token), Mailbox()
         self.scheduler = _Caller() if about.caller_pauses else _scheduler_of(self.client, about.token)
-        for name in ("hold", "free", "refuse", "allow", "forget"):
+        self.push: Any = None
+        """The number of the push that began last."""
+        for name in ("free", "refuse", "allow", "forget"):
             setattr(self, name, getattr(self.scheduler, name))
 
     @property
@@ -151,6 +153,7 @@ class Calls:
         """Have every worker do one call of a push; return their answers."""
         if method in ("begin", "delta"):
             self._start()
+            self.push = message["push"]
         if method == "stream":
             message = message | {"silence": SILENCE}  # a trainer that hangs does not hold the engine for ever
         _done(self.client.update_weights, {"call": method, "message": message, "mailbox": self.mailbox.address()})
@@ -165,6 +168,11 @@ class Calls:
         elif method == "abandon":
             _done(self.client.finish_weight_update)
         return answers
+
+    def hold(self, running: str) -> None:
+        """Pause the engine, and have the workers know for what: a trainer that is killed leaves it paused."""
+        raise_problems(self.call("hold", {"push": self.push}))
+        self.scheduler.hold(running)
 
     def _start(self) -> None:
         try:

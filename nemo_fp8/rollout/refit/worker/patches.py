@@ -512,8 +512,7 @@ class NemoFp8Patches(NemoFp8Refit):
         number = number_of(message)
         self._refit_give_up()
         self._refit_session = Patching(plan, number, self._refit_version, self._refit_seals)
-        interrupted, self._refit_under_way = self._refit_under_way, True
-        return {"accepted": True, "interrupted": interrupted}
+        return {"accepted": True, "interrupted": self._refit_held}
 
 
 # ---------------------------------------------------------------------- places

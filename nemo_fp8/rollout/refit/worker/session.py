@@ -352,8 +352,8 @@ class NemoFp8Refit:
     _refit_plan: Plan | None = None
     _refit_session: Session | None = None
     _refit_mixed = ""
-    _refit_under_way = False
-    """Whether the sender of the push that began last has neither ended it nor given it up."""
+    _refit_held = False
+    """Whether a sender was about to pause the engine for a push, and has neither ended that nor given it up."""
     _refit_version = ""
     """The number of the push whose weights these are; empty before the first push, and while they are mixed."""
     _refit_seals: Mapping[str, Any] = MappingProxyType({})
@@ -398,13 +398,20 @@ class NemoFp8Refit:
             "tied": [*plan.routes.aliases],
             "mixed": self._refit_mixed,
             "version": self._refit_version,
+            "interrupted": self._refit_held,
             "accepted": accepted,
         }
         if accepted:
-            answer["interrupted"], self._refit_under_way = self._refit_under_way, True
             session = self._refit_session = Session(plan, number, bool(message.get("verify")))
             answer["castable"] = plain_castable(session.castable)
         return answer
+
+    @answering
+    def nemo_fp8_refit_hold(self, message: Answer) -> Answer:
+        """Note that the sender pauses the engine now, whose pause is nobody's if it is killed."""
+        self._refit_open(message)
+        self._refit_held = True
+        return {}
 
     @answering
     def nemo_fp8_refit_write(self, message: Answer) -> Answer:
@@ -454,7 +461,7 @@ class NemoFp8Refit:
                 getattr(self.model_runner, reset)()
         self._refit_seals = session.seals() if session.sealing else {}
         self._refit_session, self._refit_mixed, self._refit_version = None, "", session.number
-        self._refit_under_way = False
+        self._refit_held = False
         unwritten = [
             t.name for t in session.plan.routes.parameters if t not in session.sinks and session.plan.way(t) != "scales"
         ]
@@ -466,7 +473,7 @@ class NemoFp8Refit:
         """Close the session of a push that died. Patches are taken back; whole tensors stay until the next push."""
         if self._refit_session is not None and self._refit_session.number == message.get("push"):
             self._refit_give_up()
-            self._refit_under_way = False
+            self._refit_held = False
         return {"mixed": self._refit_mixed, "version": self._refit_version}
 
     @answering
