@@ -170,7 +170,7 @@ class Calls:
         return answers
 
     def hold(self, running: str) -> None:
-        """Pause the engine, and have the workers know for what: a trainer that is killed leaves it paused."""
+        """Have the workers note whose pause it is, which a trainer that is killed leaves, and pause the engine."""
         raise_problems(self.call("hold", {"push": self.push}))
         self.scheduler.hold(running)
 
