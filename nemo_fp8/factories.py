@@ -32,7 +32,6 @@ from nemo_fp8.contract.explain import docstring
 from nemo_fp8.contract.naming import given
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.preflight.engine import known_engine
 from nemo_fp8.render.nemo import changes_from_nemo
 from nemo_fp8.train.plugin import MixedPrecision, plugin_arguments
 from nemo_fp8.train.signature import PARAMETERS
@@ -41,11 +40,8 @@ logger = logging.getLogger("nemo_fp8")
 
 
 def plugin_config(precision: Precision | str, engine: str = "auto") -> run.Config[MixedPrecision]:
-    """Return the ``run.Config`` of our plugin for any contract: ``trainer.plugins = plugin_config(my_contract)``.
-
-    Raises PrecisionError if there is no such contract or engine.
-    """
-    chosen = {} if known_engine(engine) == "auto" else {"engine": engine}
+    """Return the ``run.Config`` of our plugin for any contract: ``trainer.plugins = plugin_config(my_contract)``."""
+    chosen = {} if engine == "auto" else {"engine": engine}
     contract = precision if isinstance(precision, Precision) else given(precision)
     return run.Config(MixedPrecision, **plugin_arguments(contract), **chosen)
 

@@ -43,19 +43,13 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
     )
 
 
-def known_engine(engine: str) -> str:
-    """Return the engine; raise PrecisionError if it is none."""
-    if engine not in ENGINES:
-        raise PrecisionError([unknown("engine", engine, ENGINES)])
-    return engine
-
-
 def choose_engine(precision: Precision, requested: str = "auto", machine: Machine | None = None) -> str | None:
     """Return ``te`` or ``emulated``, or None for a contract without FP8.
 
     Raises PrecisionError if the requested engine cannot run the contract on this machine.
     """
-    known_engine(requested)
+    if requested not in ENGINES:
+        raise PrecisionError([unknown("engine", requested, ENGINES)])
     if not precision.is_quantized:
         return None
     machine = machine or Machine.here(sides=("train",))

@@ -25,7 +25,7 @@ __needs__ = require("train")
 from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, MegatronMixedPrecision
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.preflight.engine import choose_engine, known_engine
+from nemo_fp8.preflight.engine import choose_engine
 from nemo_fp8.render.nemo import beyond_nemo, changes_from_nemo, from_nemo, resolve_dtypes, to_nemo
 from nemo_fp8.train import checks, repairs, row_casts
 from nemo_fp8.train.first_weights import give_first_weights, true_first_weights
@@ -59,13 +59,13 @@ class MixedPrecision(MegatronMixedPrecision):
 
     ``engine`` is what runs the FP8 GEMMs below TransformerEngine: ``te`` (its kernels, on a GPU), ``emulated``
     (``nemo_fp8.te_cpu``, on a CPU), or ``auto``, the one that this machine has. Raises PrecisionError if the arguments
-    contradict each other, or ``engine`` is none of these.
+    contradict each other.
     """
 
     @takes(map(as_nemo, PARAMETERS))
     def __init__(self, precision: str | int = "bf16-mixed", *, engine: str | None = None, **settings: Any) -> None:
         self.contract = from_nemo({"precision": precision, **settings})
-        self.engine = known_engine(engine or "auto")
+        self.engine = engine or "auto"
         self._contexts = ExitStack()
         super().__init__(**resolve_dtypes(to_nemo(self.contract)))
         if not self.contract.is_quantized:

@@ -49,7 +49,11 @@ LARGEST_BODY = 1 << 31  # bytes that a server takes at once
 
 
 class Control(Protocol):
-    """What a push needs of an engine. Any object with these methods will do, such as a handle of a Ray actor."""
+    """What a push needs of an engine. Any object with these methods will do, such as a handle of a Ray actor.
+
+    One that has an ``owner`` says by it whose engine that is (the ``LLM``, or the URL): pushes into it take turns,
+    whatever their way.
+    """
 
     def call(self, method: str, message: Answer) -> list[Answer]:
         """Call ``nemo_fp8_refit_<method>`` of every worker with a message of plain values; return their answers.
