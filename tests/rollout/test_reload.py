@@ -565,3 +565,26 @@ def test_bytes_go_along_to_another_host(checkpoint):
     receipt = Refit(worker, chunk=2**20).push(tensors, verify=True).require()
     assert worker.carried >= receipt.bytes == sum(t.nbytes for t in tensors.values())
     assert receipt.fingerprint == Refit(Worker(build(checkpoint("qwen3", 0)))).push(tensors).fingerprint
+
+
+def test_a_worker_knows_of_a_push_that_its_sender_never_ended(checkpoint):
+    """vLLM's update may be ended by the trainer that comes next: the one before is gone all the same."""
+    from nemo_fp8.rollout.refit.worker.transfer_engine import NemoFp8WeightTransferEngine
+
+    worker = Worker(build(checkpoint("qwen3", 0)))
+    engine = NemoFp8WeightTransferEngine.__new__(NemoFp8WeightTransferEngine)
+    engine.pushes = worker
+    tensors = Manifest.of(weights_of(checkpoint("qwen3", 1))).to_plain()
+
+    def begin(push):
+        return worker.call("begin", {"push": push, "tensors": tensors})[0]["interrupted"]
+
+    assert not begin("a")
+    assert not begin("b")  # nor had the first one paused the engine
+    assert worker.call("hold", {"push": "b"})[0].get("problems") is None
+    assert begin("c")
+    engine.finish_weight_update()
+    assert begin("d")
+    worker.call("abandon", {"push": "d"})
+    assert not begin("e")
+    assert "is not open" in worker.call("hold", {"push": "d"})[0]["problems"][0][0]

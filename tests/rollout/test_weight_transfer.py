@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.rollout.engines import fp8, log_probs
-from support.rollout.in_process import Worker, build
-from support.rollout.models import stepped, tensors_of, weights_of
+from support.rollout.models import stepped, tensors_of
 from support.rollout.servers import Served, ask
 from support.rollout.trainers import Weights, trainer_of, versions_of
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.engine.compatibility import FEATURES
-from nemo_fp8.rollout.refit import Manifest, mailbox
+from nemo_fp8.rollout.refit import mailbox
 from nemo_fp8.rollout.refit.memory import Shared
 
 BACKEND = {"weight_transfer_config": {"backend": "nemo_fp8"}}
@@ -337,29 +336,6 @@ def test_a_pause_of_a_trainer_that_was_killed_ends_with_the_next_push():
         calls.free()
         assert client.paused is not interrupted
         calls.mailbox.close()
-
-
-def test_a_worker_knows_of_a_push_that_its_sender_never_ended(checkpoint):
-    """vLLM's update may be ended by the trainer that comes next: the one before is gone all the same."""
-    from nemo_fp8.rollout.refit.worker.transfer_engine import NemoFp8WeightTransferEngine
-
-    worker = Worker(build(checkpoint("qwen3", 0)))
-    engine = NemoFp8WeightTransferEngine.__new__(NemoFp8WeightTransferEngine)
-    engine.pushes = worker
-    tensors = Manifest.of(weights_of(checkpoint("qwen3", 1))).to_plain()
-
-    def begin(push):
-        return worker.call("begin", {"push": push, "tensors": tensors})[0]["interrupted"]
-
-    assert not begin("a")
-    assert not begin("b")  # nor had the first one paused the engine
-    assert worker.call("hold", {"push": "b"})[0].get("problems") is None
-    assert begin("c")
-    engine.finish_weight_update()
-    assert begin("d")
-    worker.call("abandon", {"push": "d"})
-    assert not begin("e")
-    assert "is not open" in worker.call("hold", {"push": "d"})[0]["problems"][0][0]
 
 
 def test_a_client_whose_methods_are_coroutines_is_refused():
