@@ -16,6 +16,7 @@ import weakref
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -545,21 +546,21 @@ class _Streaming:
 
 def test_many_messages_that_fill_no_buffer_are_answered():
     """As those of 100,000 tensors in shared memory are: each side would wait for the other to read."""
-    weights = Shared(64)
-    weights_mapped = {weights}
-    transport = SharedMemory(_Streaming(), 64, weights, None, weights_mapped)
-    weights_mapped.add(transport.shared)
+    weights, ended = Shared(64), []
+    transport = SharedMemory(_Streaming(), 64, weights, None, {weights})
+    transport.mapped.add(transport.shared)
 
     def stream():
         transport.open("a", 1)
         for _ in range(300):
             transport.send([[0, 0, 1, 0]], 0)
         transport.end()
+        ended.append(transport.unanswered)
 
     thread = threading.Thread(target=stream, daemon=True)
     thread.start()
     thread.join(30)
-    assert not thread.is_alive()
+    assert ended == [0]
     transport.close()
 
 
@@ -632,32 +633,13 @@ def test_a_pause_that_an_interrupted_push_left_is_not_its_owner_s():
     assert core.paused
 
 
-def test_a_second_ctrl_c_leaves_no_engine_that_stands_still(monkeypatch):
+def test_a_second_ctrl_c_leaves_no_engine_that_stands_still():
     """It comes while the end of a push waits for the workers."""
-
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    class Control(_Streaming):
-        asked = ()
-
-        def call(self, method, message):
-            self.asked = (*self.asked, method)
-            return [{"mixed": ""}]
-
-        def free(self):
-            self.asked = (*self.asked, "free")
-
-    control = Control()
-    refit = Refit(control_with(control))
-    closing = SimpleNamespace(close=lambda: interrupted(None))
+    control = Mock(spec_set=("call", "hold", "free", "refuse", "allow", "forget"))
+    control.call.return_value = [{"mixed": ""}]
+    refit, closing = Refit(control), Mock()
+    closing.close.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         refit._end_dead("a", None, Future(), closing, KeyboardInterrupt())
-    assert control.asked == ("abandon", "free")
-
-
-def control_with(control):
-    """The control with the methods that it lacks."""
-    for name in ("hold", "refuse", "allow", "forget"):
-        setattr(control, name, lambda *arguments: None)
-    return control
+    assert [name for name, *_ in control.mock_calls] == ["call", "free"]
+    assert control.call.call_args.args[0] == "abandon"

@@ -382,12 +382,9 @@ def test_vllm_s_own_client_for_http_waits_as_long_as_a_push_and_brings_the_token
 
     asked = {}
 
-    class Reply(io.BytesIO):
-        pass
-
     def reply_of(request, timeout):
         asked[request.full_url.rpartition("/")[2]] = (timeout, request.get_header("Authorization"))
-        return Reply(b"{}")
+        return io.BytesIO(b"{}")
 
     monkeypatch.setattr(transfer, "reply_of", reply_of)
     calls = transfer.Calls(
